@@ -1,0 +1,42 @@
+"""An inference engine for RL rollouts: token ids in, token ids and true log-probabilities out.
+
+Names load on first use, so that importing a light part (`areno.weights.digest`) does not load the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "ArenoError": "areno.errors",
+    "CheckpointError": "areno.errors",
+    "EngineFailure": "areno.errors",
+    "InvalidConfig": "areno.errors",
+    "InvalidRequest": "areno.errors",
+    "RequestTooLong": "areno.errors",
+    "UnsupportedModel": "areno.errors",
+    "WeightUpdateError": "areno.errors",
+    "EngineConfig": "areno.config",
+    "Engine": "areno.engine",
+    "EngineInfo": "areno.engine",
+    "Score": "areno.engine",
+    "Canary": "areno.weights.update",
+    "TensorSpec": "areno.weights.names",
+    "UpdateReport": "areno.weights.update",
+    "FinishKind": "areno.request",
+    "FinishReason": "areno.request",
+    "Finished": "areno.request",
+    "Request": "areno.request",
+    "SamplingParams": "areno.request",
+    "StepOutput": "areno.request",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'areno' has no attribute {name!r}; known: {', '.join(__all__)}")
+    return getattr(importlib.import_module(home), name)

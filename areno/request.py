@@ -1,0 +1,322 @@
+"""What a caller hands to the engine and what it gets back: requests, sampling parameters, step outputs.
+
+No torch here: the scheduler and the service's bookkeeping read these types. Everything is validated when it is
+made, except what needs a model's limits; `check_request` does that part at the engine's door. Results travel as
+packed arrays, one entry per sampled token, never as one object per token.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areno.errors import InvalidRequest, RequestTooLong
+
+MAX_STOP_IDS = 16
+MIN_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = 1e4
+
+
+class FinishKind(enum.StrEnum):
+    """How a request ended; all five are terminal."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReason:
+    """The one terminal reason of a request; `stop_id` is the sampled id that stopped it."""
+
+    kind: FinishKind
+    stop_id: int | None = None
+    detail: str | None = None
+
+
+def _integer(name: str, value: object, low: int, high: int, remedy: str | None = None) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise InvalidRequest(f"{name}={value!r} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequest(
+            f"{name}={value!r} is not an integer", field=name, value=value, limit=f"allowed: {low} to {high}", remedy=f"pass {name} as an int"
+        ) from None
+    if not low <= number <= high:
+        raise InvalidRequest(
+            f"{name}={number} is out of range",
+            field=name,
+            value=number,
+            limit=f"allowed: {low} to {high}",
+            remedy=remedy or f"choose {name} within it",
+        )
+    return number
+
+
+def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
+    """Return `value` as int64 ids; range against the vocabulary is checked at the engine's door."""
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.dtype.kind not in "iu":
+            raise InvalidRequest(
+                f"{name} is an array of shape {value.shape} and dtype {value.dtype}",
+                field=name,
+                value=str(value.dtype),
+                limit="one dimension of integers is needed",
+                remedy=f"pass {name} as a 1-d integer array",
+            )
+        ids = value.astype(np.int64) if value.dtype != np.uint64 or not value.size or value.max() < 2**62 else None
+        if ids is None:
+            raise InvalidRequest(f"{name} holds {value.max()}", field=name, value=int(value.max()), limit="ids are below 2**31", remedy="pass token ids")
+    else:
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise InvalidRequest(
+                f"{name} is a {type(value).__name__}", field=name, value=type(value).__name__, limit="a sequence of token ids is needed", remedy="tokenize first"
+            )
+        for position, item in enumerate(value):
+            if type(item) is not int and (isinstance(item, (bool, np.bool_)) or not isinstance(item, np.integer)):
+                raise InvalidRequest(
+                    f"{name}[{position}]={item!r} is a {type(item).__name__}",
+                    field=name,
+                    value=item,
+                    limit="token ids are integers",
+                    remedy=f"pass {name} as ints",
+                )
+            if not -(2**62) < int(item) < 2**62:
+                raise InvalidRequest(f"{name}[{position}]={item}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids")
+        ids = np.array(value, dtype=np.int64)
+    if not ids.size and not allow_empty:
+        raise InvalidRequest(f"{name} is empty", field=name, value=[], limit="at least one token id is needed", remedy="start the prompt with a BOS or role token")
+    return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are drawn.
+
+    Units: `temperature` divides the logits (0 = greedy, lowest id on ties); counts are in tokens.
+    `stop_ids` are added to the model's own end-of-sequence ids; `ignore_eos` drops the model's, never `stop_ids`.
+    Before `min_new_tokens` every stop id is removed from the draw. `forced_ids` are emitted first, with the
+    log-probabilities the forward gives them. A missing `seed` is drawn by the engine and reported.
+    Raises: InvalidRequest naming field, value, limit and remedy.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_ids: Sequence[int] | np.ndarray = ()
+    ignore_eos: bool = False
+    forced_ids: Sequence[int] | np.ndarray | None = None
+    logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
+        put("min_new_tokens", _integer("min_new_tokens", self.min_new_tokens, 0, 2**31 - 1))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
+                field="min_new_tokens",
+                value=self.min_new_tokens,
+                limit=f"at most max_new_tokens ({self.max_new_tokens})",
+                remedy="lower min_new_tokens or raise max_new_tokens",
+            )
+        if isinstance(self.temperature, (bool, np.bool_)) or not isinstance(self.temperature, (int, float, np.integer, np.floating)):
+            raise InvalidRequest(
+                f"temperature={self.temperature!r} is not a number", field="temperature", value=self.temperature, limit="a finite number", remedy="pass a float"
+            )
+        temperature = float(self.temperature)
+        if not math.isfinite(temperature) or not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
+            raise InvalidRequest(
+                f"temperature={self.temperature!r} is out of range",
+                field="temperature",
+                value=temperature,
+                limit=f"allowed: 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+                remedy="use temperature=0 for greedy decoding",
+            )
+        put("temperature", temperature)
+        if self.seed is not None:
+            put("seed", _integer("seed", self.seed, 0, 2**64 - 1))
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InvalidRequest(f"{name}={getattr(self, name)!r} is not a bool", field=name, value=getattr(self, name), limit="True or False", remedy="pass a bool")
+        stop_ids = np.unique(_ids("stop_ids", self.stop_ids, allow_empty=True))
+        if stop_ids.size > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_ids has {stop_ids.size} ids", field="stop_ids", value=int(stop_ids.size), limit=f"at most {MAX_STOP_IDS} with the model's own", remedy="pass fewer stop ids"
+            )
+        put("stop_ids", stop_ids)
+        if self.forced_ids is not None:
+            forced = _ids("forced_ids", self.forced_ids, allow_empty=True)
+            if forced.size > self.max_new_tokens:
+                raise InvalidRequest(
+                    f"forced_ids has {forced.size} ids",
+                    field="forced_ids",
+                    value=int(forced.size),
+                    limit=f"at most max_new_tokens ({self.max_new_tokens})",
+                    remedy="raise max_new_tokens or force fewer ids",
+                )
+            put("forced_ids", forced if forced.size else None)
+
+
+KV_POLICIES = ("keep",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation. `request_id` is the caller's own number, unique among live requests.
+
+    `lineage` is an opaque name under which later requests may reuse this one's pages across weight versions
+    (absent: no reuse across versions); `cache_salt` separates prefix pages of different tenants.
+    Raises: InvalidRequest.
+    """
+
+    request_id: int
+    prompt_ids: Sequence[int] | np.ndarray
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    lineage: str | None = None
+    cache_salt: str | None = None
+    kv_policy: str = "keep"
+    max_kv_lag: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_id", _integer("request_id", self.request_id, 0, 2**63 - 1))
+        object.__setattr__(self, "prompt_ids", _ids("prompt_ids", self.prompt_ids, allow_empty=False))
+        object.__setattr__(self, "max_kv_lag", _integer("max_kv_lag", self.max_kv_lag, 0, 2**31 - 1))
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest("sampling is not a SamplingParams", field="sampling", value=type(self.sampling).__name__, remedy="pass areno.SamplingParams(...)")
+        if self.kv_policy not in KV_POLICIES:
+            raise InvalidRequest(
+                f"kv_policy={self.kv_policy!r} is unknown", field="kv_policy", value=self.kv_policy, limit=f"known: {', '.join(KV_POLICIES)}", remedy="use kv_policy='keep'"
+            )
+        for name in ("lineage", "cache_salt"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= 256):
+                raise InvalidRequest(f"{name}={text!r}", field=name, value=text, limit="a string of 1 to 256 characters", remedy=f"shorten {name} or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What a model and its pool allow; ids are checked against `vocab_size` (and sampling against `num_valid_ids`)."""
+
+    vocab_size: int
+    num_valid_ids: int
+    max_model_len: int
+    pool_tokens: int
+    eos_ids: tuple[int, ...]
+    sampling_slots: int
+
+
+def _check_range(name: str, ids: np.ndarray, high: int) -> None:
+    bad = np.flatnonzero((ids < 0) | (ids >= high))
+    if bad.size:
+        where = int(bad[0])
+        raise InvalidRequest(
+            f"{name}[{where}]={int(ids[where])} is outside the vocabulary",
+            field=name,
+            value=int(ids[where]),
+            limit=f"allowed: 0 to {high - 1}",
+            remedy="encode with this model's tokenizer",
+        )
+
+
+def resolve_stop_ids(sampling: SamplingParams, limits: RequestLimits) -> np.ndarray:
+    """Return the ids that end the request: its own and, unless `ignore_eos`, the model's."""
+    own = np.asarray(sampling.stop_ids)
+    return own if sampling.ignore_eos else np.union1d(own, np.asarray(limits.eos_ids, dtype=np.int64))
+
+
+def check_request(request: Request, limits: RequestLimits) -> None:
+    """Refuse what this model can never run. Raises: InvalidRequest, RequestTooLong."""
+    sampling = request.sampling
+    prompt = np.asarray(request.prompt_ids)
+    _check_range("prompt_ids", prompt, limits.vocab_size)
+    _check_range("stop_ids", np.asarray(sampling.stop_ids), limits.vocab_size)
+    if sampling.forced_ids is not None:
+        _check_range("forced_ids", np.asarray(sampling.forced_ids), limits.vocab_size)
+        if not limits.sampling_slots:
+            raise InvalidRequest(
+                "forced_ids needs a sampling slot", field="forced_ids", value=len(sampling.forced_ids), limit="the engine has none", remedy="start it with sampling_slots >= 1"
+            )
+    stops = resolve_stop_ids(sampling, limits)
+    if stops.size > MAX_STOP_IDS:
+        raise InvalidRequest(
+            f"stop_ids and the model's {len(limits.eos_ids)} end ids make {stops.size}",
+            field="stop_ids",
+            value=int(stops.size),
+            limit=f"at most {MAX_STOP_IDS} together",
+            remedy="pass fewer stop ids or ignore_eos=True",
+        )
+    total = prompt.size + sampling.max_new_tokens
+    if total > limits.max_model_len:
+        raise RequestTooLong(
+            f"prompt of {prompt.size} and max_new_tokens={sampling.max_new_tokens} make {total} tokens",
+            field="max_new_tokens",
+            value=total,
+            limit=f"the context holds {limits.max_model_len}",
+            remedy="shorten the prompt or lower max_new_tokens",
+        )
+    if total > limits.pool_tokens:
+        raise RequestTooLong(
+            f"prompt of {prompt.size} and max_new_tokens={sampling.max_new_tokens} make {total} tokens",
+            field="max_new_tokens",
+            value=total,
+            limit=f"the KV pool holds {limits.pool_tokens}",
+            remedy="lower max_new_tokens or start the engine with more num_pages",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The terminal record of one request; counts in tokens.
+
+    `kv_spans` says which weights built the KV: (first position, version) runs over prompt and output.
+    """
+
+    request_id: int
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    seed: int
+    kv_spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one `Engine.step` learned: packed arrays, one entry per sampled token in the order sampled, then endings.
+
+    Shapes: all arrays [n]. `logprobs` (of logits / temperature) and `raw_logprobs` (of the logits) are NaN where the
+    request asked for none; `behaviour_logprobs` is NaN where it equals `logprobs`. `versions` is the version of
+    the forward that produced the token.
+    """
+
+    request_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    behaviour_logprobs: np.ndarray
+    versions: np.ndarray
+    finished: tuple[Finished, ...] = ()
+
+    @staticmethod
+    def empty(finished: tuple[Finished, ...] = ()) -> StepOutput:
+        """Return an output without tokens."""
+        f32 = np.empty(0, np.float32)
+        return StepOutput(
+            request_ids=np.empty(0, np.int64),
+            token_ids=np.empty(0, np.int32),
+            logprobs=f32,
+            raw_logprobs=f32,
+            behaviour_logprobs=f32,
+            versions=np.empty(0, np.int64),
+            finished=finished,
+        )
