@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of the supported families and what transformers says about them.
+
+Every test that needs a model or a right value takes it from here. The reference is one full forward in fp32 with
+eager attention, no cache, batch 1; log-probabilities are taken in float64. Weights have standard deviation 0.1: at the
+usual 0.02 a lost projection moves a log-probability less than bf16 rounding does. Norm weights and biases are random
+too, so that one that is skipped, or applied twice, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_MODELS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
+    """Return a transformers model of `family` with random fp32 weights drawn from `seed`.
+
+    `overrides` are config fields. Qwen3 gets head_dim 32, so that heads x head_dim (128) is not the hidden size (64).
+    """
+    sizes = {**_SIZES, **({"head_dim": 32} if family == "qwen3" else {}), **overrides}
+    config = getattr(transformers, _CONFIGS[family])(**sizes)
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, _MODELS[family])(config).float().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.normal_(1.0, 0.1)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.1)
+    return model.requires_grad_(False)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny checkpoint (config.json, generation_config.json, safetensors) and return its folder."""
+    folder = Path(folder)
+    tiny_model(family, seed=seed, **overrides).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def checkpoint_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint by its name, whatever the shards."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def reference_model(folder: str | Path) -> Any:
+    """Load a checkpoint with transformers, in fp32 with eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval().requires_grad_(False)
+
+
+def _model_of(folder_or_model: Any) -> Any:
+    return reference_model(folder_or_model) if isinstance(folder_or_model, (str, Path)) else folder_or_model
+
+
+def reference_logits(folder_or_model: Any, ids: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """Return the logits after every position. Shapes: [n, V], float32."""
+    model = _model_of(folder_or_model)
+    with torch.no_grad():
+        return model(input_ids=torch.as_tensor(np.asarray(ids, dtype=np.int64))[None], use_cache=False).logits[0].float()
+
+
+def _chosen_logprobs(logits_TV: torch.Tensor, ids: np.ndarray, temperature: float) -> np.ndarray:
+    logprobs_TV = torch.log_softmax(logits_TV[: len(ids) - 1].double() / temperature, dim=-1)
+    return logprobs_TV.gather(1, torch.as_tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def reference_logprobs(folder_or_model: Any, ids: Sequence[int] | np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Return the log-probability of ids[1:], each given all ids before it. Shapes: float64 [n - 1]."""
+    ids = np.asarray(ids, dtype=np.int64)
+    return _chosen_logprobs(reference_logits(folder_or_model, ids), ids, temperature)
+
+
+def reference_keep_logprobs(
+    models: Mapping[int, Any], ids: Sequence[int] | np.ndarray, position_versions: Sequence[int] | np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Return the log-probability of ids[1:] when position i ran, on one shared cache, with the weights of `position_versions[i]`.
+
+    `models` maps a version to a transformers model; the token at i + 1 belongs to the version of position i.
+    Shapes: float64 [n - 1]; `position_versions` has n - 1 or n entries.
+    """
+    ids = np.asarray(ids, dtype=np.int64)
+    versions = [int(version) for version in position_versions][: len(ids) - 1]
+    cache, rows, start = transformers.DynamicCache(), [], 0
+    with torch.no_grad():
+        while start < len(versions):
+            end = start
+            while end < len(versions) and versions[end] == versions[start]:
+                end += 1
+            output = models[versions[start]](input_ids=torch.as_tensor(ids[None, start:end]), cache=cache, use_cache=True)
+            rows.append(output.logits[0].float())
+            start = end
+    return _chosen_logprobs(torch.cat(rows), ids, temperature)
