@@ -1,0 +1,117 @@
+# One command for each thing a person wants; `make` alone lists them.
+#
+#   PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
+#   SYSTEM_TORCH=1           keep the torch of that interpreter: .venv sees its packages and installs no torch
+#   TORCH_INDEX=URL          take torch from this package index; give PyTorch's CPU index (named on its
+#                            install page) where the default index would bring gigabytes of CUDA libraries
+#   VENV=DIR                 where the environment lies (default .venv)
+#   MIN_FREE_MB=N            refuse to install with less free disk (default: enough for a CPU install)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+SYSTEM_TORCH ?=
+TORCH_INDEX ?=
+VENV ?= .venv
+PIP_RETRIES ?= 5
+EXTRAS := dev,demo
+STAMP := $(VENV)/.installed$(if $(filter 1,$(SYSTEM_TORCH)),-system-torch)
+MIN_FREE_MB ?= $(if $(filter 1,$(SYSTEM_TORCH)),800,2500)
+PY := $(VENV)/bin/python
+SEEDS ?= 0 1 2
+BENCH ?= host_overhead
+TEST_ARGS ?=
+
+export PIP_RETRIES
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo demo-seeds test test-long lint format bench clean
+
+help:
+	@echo "make demo        set up .venv, then train the embedded tiny model at tic-tac-toe on the CPU (under 5 minutes)"
+	echo "make demo-seeds  the demo with seeds $(SEEDS), one after the other"
+	echo "make test        lint, format check, types, import contracts and tests; TEST_ARGS='-k name' narrows the tests"
+	echo "make test-long   the tests that 'make test' leaves out; lists them first"
+	echo "make lint        the checks without the tests"
+	echo "make format      let ruff rewrite what it can"
+	echo "make bench       a benchmark, one JSON line; BENCH=$(BENCH)"
+	echo "make clean       remove $(VENV) and caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+		echo "error: $(PYTHON) is $$("$(PYTHON)" --version 2>&1 || true); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }')
+	if [ "$$free_mb" -lt "$(MIN_FREE_MB)" ]; then
+		echo "error: $$free_mb MB of disk are free here and the install needs about $(MIN_FREE_MB) MB: free some, or put it elsewhere with" \
+			"VENV=/other/disk/venv and override the check with MIN_FREE_MB=0" >&2; exit 1
+	fi
+	if [ -e "$(VENV)" ] && [ ! -e "$(VENV)/pyvenv.cfg" ]; then
+		echo "error: $(VENV) exists and is no virtual environment: remove it yourself or name another place with VENV=" >&2; exit 1
+	fi
+	rm -rf "$(VENV)"
+	pins=$$(mktemp)
+	trap 'rm -rf "$$pins" "$(VENV)-bootstrap"' EXIT
+	cp constraints.txt "$$pins"
+	site=
+	if [ "$(SYSTEM_TORCH)" = 1 ]; then
+		site=--system-site-packages
+		"$(PYTHON)" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11), torch.__version__' || {
+			echo "error: SYSTEM_TORCH=1 needs torch 2.11 or newer in $(PYTHON): install it there, or leave SYSTEM_TORCH out" >&2; exit 1; }
+		grep -v '^torch==' constraints.txt > "$$pins"
+	fi
+	if "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then
+		"$(PYTHON)" -m venv $$site "$(VENV)"
+	elif "$(PYTHON)" -m virtualenv --version >/dev/null 2>&1; then
+		"$(PYTHON)" -m virtualenv -q $$site "$(VENV)"
+	else
+		"$(PYTHON)" -m pip install -q --target "$(VENV)-bootstrap" virtualenv || {
+			echo "error: $(PYTHON) has neither ensurepip nor virtualenv and pip cannot install it: install your system's python3-venv" >&2; exit 1; }
+		PYTHONPATH="$(VENV)-bootstrap" "$(PYTHON)" -m virtualenv -q $$site "$(VENV)"
+	fi
+	if [ -n "$(TORCH_INDEX)" ] && [ -z "$$site" ]; then
+		"$(PY)" -m pip install -q -c "$$pins" --index-url "$(TORCH_INDEX)" torch
+	fi
+	echo "installing into $(VENV) (about two minutes) ..."
+	"$(PY)" -m pip install -q -c "$$pins" -e ".[$(EXTRAS)]"
+	"$(PY)" -c 'import torch; print("torch", torch.__version__)'
+	touch "$@"
+
+demo: $(STAMP)
+	@"$(PY)" -m examples.agentic.tictactoe.train
+
+demo-seeds: $(STAMP)
+	@for seed in $(SEEDS); do "$(PY)" -m examples.agentic.tictactoe.train --seed "$$seed" --json; done
+
+lint: $(STAMP)
+	@"$(PY)" -m ruff check .
+	"$(PY)" -m ruff format --check .
+	"$(PY)" -m mypy
+	"$(VENV)/bin/lint-imports" --no-cache
+
+format: $(STAMP)
+	@"$(PY)" -m ruff check --fix .
+	"$(PY)" -m ruff format .
+
+test: lint
+	@"$(PY)" -m pytest $(TEST_ARGS)
+
+test-long: $(STAMP)
+	@echo "make test-long adds these tests to 'make test':"
+	"$(PY)" -m pytest -m long --collect-only -q
+	"$(PY)" -m pytest -m long $(TEST_ARGS)
+
+bench: $(STAMP)
+	@"$(PY)" -m tests.bench.$(BENCH) --json
+
+clean:
+	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Agentic reinforcement learning tasks that run on a CPU."""
