@@ -1,0 +1,53 @@
+"""What a trainer imports: groups of finished episodes in, new weights out.
+
+Names load on first use, so that importing one part does not load the others (or torch before it is needed).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Batch": "trainer_bridge.batch",
+    "LogprobGap": "trainer_bridge.batch",
+    "PolicyLoss": "trainer_bridge.batch",
+    "collate": "trainer_bridge.batch",
+    "group_advantages": "trainer_bridge.batch",
+    "logprob_gap": "trainer_bridge.batch",
+    "policy_loss": "trainer_bridge.batch",
+    "sample_advantages": "trainer_bridge.batch",
+    "token_logprobs": "trainer_bridge.batch",
+    "BridgeError": "trainer_bridge.errors",
+    "InvalidBatch": "trainer_bridge.errors",
+    "InvalidOption": "trainer_bridge.errors",
+    "InvalidSample": "trainer_bridge.errors",
+    "InvalidState": "trainer_bridge.errors",
+    "PushError": "trainer_bridge.errors",
+    "PushWarning": "trainer_bridge.errors",
+    "RolloutShortfall": "trainer_bridge.errors",
+    "SourceClosed": "trainer_bridge.errors",
+    "UnpushableTensor": "trainer_bridge.errors",
+    "VersionBehind": "trainer_bridge.errors",
+    "WeightsUnchanged": "trainer_bridge.errors",
+    "after_step_hook": "trainer_bridge.hooks",
+    "SampleStatus": "trainer_bridge.samples",
+    "TrainingSample": "trainer_bridge.samples",
+    "TurnSpan": "trainer_bridge.samples",
+    "GroupTask": "trainer_bridge.groups",
+    "RolloutGroup": "trainer_bridge.groups",
+    "RolloutSource": "trainer_bridge.source",
+    "SourceStats": "trainer_bridge.source",
+    "each_member": "trainer_bridge.groups",
+    "PushReport": "trainer_bridge.weights.push",
+    "WeightPush": "trainer_bridge.weights.push",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trainer_bridge' has no attribute {name!r}; known: {', '.join(__all__)}")
+    return getattr(importlib.import_module(home), name)

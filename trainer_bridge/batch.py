@@ -1,0 +1,292 @@
+"""From training samples to what an optimizer step needs: advantages, tensors, a policy-gradient loss.
+
+A trainer calls `group_advantages`, `collate`, its own model, `token_logprobs` and, if it likes, `policy_loss`. Legend of
+shapes: S sequences (1 when packed), T token places, V vocabulary. Every [S, T] tensor speaks about the token at that place,
+so `logprobs_ST[s, t]` belongs to `ids_ST[s, t]` and is what the model's output at the place before must reproduce.
+Invariant: places outside `loss_mask_ST` (prompt, tool text, padding) change neither loss nor gradient, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_bridge.errors import InvalidBatch
+from trainer_bridge.samples import TrainingSample
+
+DEFAULT_DDOF = 1
+DEFAULT_EPS = 1e-6
+
+
+def group_advantages(
+    rewards: Sequence[float | None] | np.ndarray, groups: Sequence[Hashable], *, ddof: int = DEFAULT_DDOF, eps: float = DEFAULT_EPS
+) -> np.ndarray:
+    """Return (reward - mean) / (std + eps) of each reward within its group, float64 [len(rewards)].
+
+    `groups` names each reward's group, in any order. None marks a failed member: it counts in neither mean nor spread and
+    gets 0. Groups with one valid member, or whose rewards are all equal, get 0. `ddof` is the divisor's correction in the
+    standard deviation: 1 (sample) by default, 0 (population) on request.
+    Raises: InvalidBatch.
+    """
+    if len(rewards) != len(groups):
+        raise InvalidBatch(
+            f"groups has {len(groups)} entries",
+            field="groups",
+            value=len(groups),
+            limit=f"rewards has {len(rewards)}",
+            remedy="name one group for each reward",
+        )
+    if ddof not in (0, 1) or not eps >= 0:
+        raise InvalidBatch(f"ddof={ddof}, eps={eps}", field="ddof", value=ddof, limit="ddof is 0 or 1, eps >= 0", remedy="use the defaults")
+    values = np.array([math.nan if reward is None else float(reward) for reward in rewards], np.float64)
+    valid = np.array([reward is not None for reward in rewards], np.bool_)
+    if not np.isfinite(values[valid]).all():
+        place = int(np.flatnonzero(valid & ~np.isfinite(values))[0])
+        raise InvalidBatch(
+            f"rewards[{place}]={rewards[place]}",
+            field="rewards",
+            value=rewards[place],
+            limit="rewards are finite",
+            remedy="pass None for a failed member",
+        )
+    places: dict[Hashable, list[int]] = {}
+    for place in np.flatnonzero(valid).tolist():
+        places.setdefault(groups[place], []).append(place)
+    advantages = np.zeros(len(values), np.float64)
+    for members in places.values():
+        group = values[members]
+        if len(members) > 1 and group.min() < group.max():
+            centred = group - group.mean()
+            advantages[members] = centred / (group.std(ddof=ddof) + eps)
+    return advantages
+
+
+def sample_advantages(samples: Sequence[TrainingSample], *, ddof: int = DEFAULT_DDOF, eps: float = DEFAULT_EPS) -> np.ndarray:
+    """Return each sample's group advantage, float64 [len(samples)].
+
+    Rows of one forked episode (same group and member) count once. Members that are not trainable count as failed.
+    Raises: InvalidBatch when rows of one member disagree about the reward.
+    """
+    members: dict[tuple[Hashable, int], float | None] = {}
+    for sample in samples:
+        key = (sample.group_id, sample.member)
+        reward = sample.reward if sample.is_trainable else None
+        if members.setdefault(key, reward) != reward:
+            raise InvalidBatch(
+                f"member {sample.member} of group {sample.group_id!r} has rewards {members[key]} and {reward}",
+                field="reward",
+                value=reward,
+                limit="rows of one episode share its reward",
+                remedy="give all rows of an episode the same reward and status",
+            )
+    values = group_advantages(list(members.values()), [group for group, _ in members], ddof=ddof, eps=eps)
+    by_member = dict(zip(members, values))
+    return np.array([by_member[sample.group_id, sample.member] for sample in samples], np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Padded (S rows) or packed (one row, `sequence_ST` tells sequences apart) tensors of the same [S, T] shape.
+
+    dtypes: ids and positions int64, masks bool, the rest float32; versions int64. `behaviour_logprobs_ST` equals
+    `logprobs_ST` where the rollout reported no other. `attention_mask_ST` marks real tokens. `temperatures_ST` is what the
+    logits that predict a place must be divided by. `exact_ST` marks sampled tokens that come from `version` alone (all
+    False without one). `samples` are the rows in order; `num_left_out` counts the samples that were not trainable.
+    """
+
+    ids_ST: torch.Tensor
+    attention_mask_ST: torch.Tensor
+    loss_mask_ST: torch.Tensor
+    logprobs_ST: torch.Tensor
+    behaviour_logprobs_ST: torch.Tensor
+    advantages_ST: torch.Tensor
+    temperatures_ST: torch.Tensor
+    positions_ST: torch.Tensor
+    versions_ST: torch.Tensor
+    sequence_ST: torch.Tensor
+    exact_ST: torch.Tensor
+    packed: bool
+    samples: tuple[TrainingSample, ...]
+    num_left_out: int = 0
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Return how many tokens carry loss."""
+        return int(self.loss_mask_ST.sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the same batch with its tensors on `device`."""
+        moved = {
+            name: getattr(self, name).to(device) if isinstance(getattr(self, name), torch.Tensor) else getattr(self, name)
+            for name in self.__dataclass_fields__
+        }
+        return Batch(**moved)
+
+
+def _columns(sample: TrainingSample, advantage: float, version: int | None) -> dict[str, np.ndarray]:
+    """Return the sample's values by batch field; what was not sampled is 0, so that no NaN enters a tensor."""
+    behaviour = sample.logprobs if sample.behaviour_logprobs is None else sample.behaviour_logprobs
+    length = len(sample)
+    return {
+        "ids_ST": sample.ids.astype(np.int64),
+        "attention_mask_ST": np.ones(length, np.bool_),
+        "loss_mask_ST": sample.mask,
+        "logprobs_ST": np.where(sample.mask, sample.logprobs, np.float32(0)),
+        "behaviour_logprobs_ST": np.where(sample.mask, behaviour, np.float32(0)),
+        "advantages_ST": np.where(sample.mask, np.float32(advantage), np.float32(0)),
+        "temperatures_ST": sample.temperatures(),
+        "positions_ST": np.arange(length, dtype=np.int64),
+        "versions_ST": np.where(sample.mask, sample.versions, np.int64(-1)),
+        "exact_ST": np.zeros(length, np.bool_) if version is None else sample.exact_mask(version),
+    }
+
+
+_PADDING = {"temperatures_ST": 1.0, "versions_ST": -1, "sequence_ST": -1}
+
+
+def collate(
+    samples: Sequence[TrainingSample],
+    advantages: Sequence[float] | np.ndarray | None = None,
+    *,
+    pad_id: int = 0,
+    pad_side: str = "right",
+    packed: bool = False,
+    multiple_of: int = 1,
+    version: int | None = None,
+) -> Batch:
+    """Return the samples as tensors; those that are not trainable are left out and counted.
+
+    `advantages` has one number for each sample (default: `sample_advantages`). The common length is rounded up to
+    `multiple_of`. `version`, usually the trainer's current one, fills `exact_ST`.
+    Raises: InvalidBatch.
+    """
+    if pad_side not in ("left", "right") or multiple_of < 1:
+        raise InvalidBatch(
+            f"pad_side={pad_side!r}, multiple_of={multiple_of}",
+            field="pad_side",
+            value=pad_side,
+            limit="pad_side is 'left' or 'right', multiple_of >= 1",
+            remedy="use the defaults",
+        )
+    values = sample_advantages(samples) if advantages is None else np.asarray(advantages, np.float64)
+    if values.shape != (len(samples),) or not np.isfinite(values).all():
+        raise InvalidBatch(
+            f"advantages has shape {values.shape} or holds non-finite numbers",
+            field="advantages",
+            value=str(values.shape),
+            limit=f"one finite number for each of the {len(samples)} samples",
+            remedy="use sample_advantages(samples)",
+        )
+    kept = [(sample, float(value)) for sample, value in zip(samples, values) if sample.is_trainable]
+    if not kept:
+        raise InvalidBatch(
+            f"none of the {len(samples)} samples is trainable",
+            field="samples",
+            value=len(samples),
+            limit="at least one finished or truncated sample with a reward",
+            remedy="look at the failures counted by the source",
+        )
+    rows = [_columns(sample, value, version) for sample, value in kept]
+    for number, row in enumerate(rows):
+        row["sequence_ST"] = np.full(len(row["ids_ST"]), number, np.int64)
+    if packed:
+        rows = [{name: np.concatenate([row[name] for row in rows]) for name in rows[0]}]
+    width = -(-max(len(row["ids_ST"]) for row in rows) // multiple_of) * multiple_of
+    padding = {**_PADDING, "ids_ST": pad_id}
+    tensors = {name: _stack([row[name] for row in rows], width, padding.get(name, 0), pad_side) for name in rows[0]}
+    return Batch(**tensors, packed=packed, samples=tuple(sample for sample, _ in kept), num_left_out=len(samples) - len(kept))
+
+
+def _stack(columns: list[np.ndarray], width: int, fill: Any, pad_side: str) -> torch.Tensor:
+    table = np.full((len(columns), width), fill, columns[0].dtype)
+    for row, column in enumerate(columns):
+        if pad_side == "right":
+            table[row, : len(column)] = column
+        else:
+            table[row, width - len(column) :] = column
+    return torch.from_numpy(table)
+
+
+def token_logprobs(logits_STV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of each token under the model, float32 [S, T], 0 where nothing was sampled.
+
+    `logits_STV` is the model's output for `batch.ids_ST`; place t is predicted by the output at t - 1, divided by the
+    temperature it was sampled with. Only sampled places are computed.
+    """
+    predicted_S, predicted_T = torch.nonzero(batch.loss_mask_ST, as_tuple=True)
+    temperatures = batch.temperatures_ST[predicted_S, predicted_T]
+    logits = logits_STV[predicted_S, predicted_T - 1].float() / temperatures[:, None]
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, batch.ids_ST[predicted_S, predicted_T][:, None])[:, 0]
+    return torch.zeros(batch.ids_ST.shape, dtype=torch.float32, device=logits_STV.device).index_put((predicted_S, predicted_T), chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A loss to call backward on, and what it was made of (plain floats over the tokens that carry loss)."""
+
+    loss: torch.Tensor
+    mean_ratio: float
+    clip_fraction: float
+    mean_abs_log_ratio: float
+
+
+def policy_loss(
+    new_logprobs_ST: torch.Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2, num_tokens: int | None = None
+) -> PolicyLoss:
+    """Return the clipped policy-gradient loss, the sum over sampled tokens divided by `num_tokens`.
+
+    The importance ratio is taken against the behaviour log-probabilities, that is, against the policy which really drew
+    the tokens, however old. `num_tokens` defaults to the batch's own count; give the whole step's count to micro-batches.
+    Source: clipped surrogate objective, arXiv 1707.06347.
+    """
+    mask = batch.loss_mask_ST
+    zero = torch.zeros((), dtype=torch.float32, device=new_logprobs_ST.device)
+    # `where` and not a product: garbage outside the mask may be NaN or infinite, and 0 * NaN is NaN in loss and gradient.
+    log_ratio = torch.where(mask, new_logprobs_ST - batch.behaviour_logprobs_ST, zero)
+    advantages = torch.where(mask, batch.advantages_ST, zero)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.where(mask, torch.minimum(ratio * advantages, clipped * advantages), zero)
+    count = max(1, batch.num_loss_tokens)
+    loss = -objective.sum() / max(1, count if num_tokens is None else num_tokens)
+    with torch.no_grad():
+        clips = mask & (clipped * advantages < ratio * advantages)
+        mean_ratio = float(torch.where(mask, ratio, zero).sum() / count)
+        return PolicyLoss(
+            loss=loss,
+            mean_ratio=mean_ratio,
+            clip_fraction=float(clips.sum() / count),
+            mean_abs_log_ratio=float(log_ratio.abs().sum() / count),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobGap:
+    """How far the trainer's log-probabilities are from the reported ones.
+
+    `max_exact` is over the `num_exact` tokens of the trainer's own version (`Batch.exact_ST`), where any gap is a defect;
+    `mean_other` is the mean |log ratio| of the `num_other` remaining tokens, where a gap is staleness.
+    """
+
+    max_exact: float
+    num_exact: int
+    mean_other: float
+    num_other: int
+
+
+def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch) -> LogprobGap:
+    """Compare the trainer's log-probabilities with those that the rollout reported (`logprobs_ST`)."""
+    with torch.no_grad():
+        gap = (new_logprobs_ST - batch.logprobs_ST).abs()
+        exact, other = gap[batch.exact_ST], gap[batch.loss_mask_ST & ~batch.exact_ST]
+        return LogprobGap(
+            max_exact=float(exact.max()) if exact.numel() else 0.0,
+            num_exact=exact.numel(),
+            mean_other=float(other.mean()) if other.numel() else 0.0,
+            num_other=other.numel(),
+        )

@@ -1,0 +1,101 @@
+"""The bridge's one exception tree.
+
+Every error says what failed with the offending value, the limit or cause, and the remedy; ``code`` is stable.
+
+    BridgeError (Exception)
+    ├── InvalidSample (ValueError)        sample_invalid       a record that must not be trained on
+    ├── InvalidBatch (ValueError)         batch_invalid        arguments of collate, advantages or a loss do not fit
+    ├── InvalidOption (ValueError)        option_invalid       an option of a source or a push
+    ├── InvalidState (ValueError)         state_invalid        a state_dict that does not fit the source
+    ├── RolloutShortfall (RuntimeError)   rollout_shortfall    fewer groups than asked for can be had
+    ├── SourceClosed (RuntimeError)       source_closed
+    ├── VersionBehind (RuntimeError)      version_behind       tokens are newer than the trainer's own version
+    └── PushError (RuntimeError)          push_failed
+        ├── UnpushableTensor (ValueError) tensor_unpushable    a name or a tensor that the service must not get
+        └── WeightsUnchanged              weights_unchanged    several pushes in a row changed nothing
+
+Warnings: PushWarning (UserWarning), for pushes that are legal and probably not meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class BridgeError(Exception):
+    """Base of all bridge errors; ``str(error)`` is "<what>; <limit or cause>; <remedy>"."""
+
+    code: ClassVar[str] = "bridge_error"
+
+    def __init__(self, what: str, *, field: str | None = None, value: object = None, limit: str | None = None, remedy: str | None = None):
+        self.what, self.field, self.value, self.limit, self.remedy = what, field, value, limit, remedy
+        super().__init__("; ".join(part for part in (what, limit, remedy) if part))
+
+
+class InvalidSample(BridgeError, ValueError):
+    """A record is incomplete or contradicts itself; a missing log-probability is never taken as 0."""
+
+    code = "sample_invalid"
+
+
+class InvalidBatch(BridgeError, ValueError):
+    """Samples, advantages or tensors do not belong together."""
+
+    code = "batch_invalid"
+
+
+class InvalidOption(BridgeError, ValueError):
+    """An option is outside its domain."""
+
+    code = "option_invalid"
+
+
+class InvalidState(BridgeError, ValueError):
+    """A saved state does not fit this source."""
+
+    code = "state_invalid"
+
+
+class RolloutShortfall(BridgeError, RuntimeError):
+    """Fewer groups than asked for can be had; the ready ones stay ready. `failures` counts causes."""
+
+    code = "rollout_shortfall"
+
+    def __init__(self, what: str, *, failures: Mapping[str, int], limit: str | None = None, remedy: str | None = None):
+        self.failures = dict(failures)
+        super().__init__(what, field="n_groups", limit=limit, remedy=remedy)
+
+
+class SourceClosed(BridgeError, RuntimeError):
+    """The source was closed."""
+
+    code = "source_closed"
+
+
+class VersionBehind(BridgeError, RuntimeError):
+    """A group holds tokens of a version that the trainer does not know yet."""
+
+    code = "version_behind"
+
+
+class PushError(BridgeError, RuntimeError):
+    """A weight push was given up; the service serves the previous weights."""
+
+    code = "push_failed"
+
+
+class UnpushableTensor(PushError, ValueError):
+    """A tensor's name, dtype or values must not reach the service."""
+
+    code = "tensor_unpushable"
+
+
+class WeightsUnchanged(PushError):
+    """Several pushes in a row changed nothing: the optimizer and the push look at different tensors."""
+
+    code = "weights_unchanged"
+
+
+class PushWarning(UserWarning):
+    """A push that is legal and probably not what was meant."""

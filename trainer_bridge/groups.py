@@ -1,0 +1,78 @@
+"""What a group of episodes is: the task that starts it, the result that a trainer gets, the seeds of its members.
+
+`source.RolloutSource` makes tasks and results; the user's `run_group` reads tasks. A group is named by its number (`index`),
+never by its place in a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from trainer_bridge.samples import TrainingSample
+
+P = TypeVar("P")
+T = TypeVar("T")
+_MASK64 = 2**64 - 1
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def derive_seed(seed: int, index: int, attempt: int = 0) -> int:
+    """Return the 64-bit seed of part `index` in its given attempt; the engine derives group members in the same way."""
+    return _splitmix64(_splitmix64((seed ^ _splitmix64(2**63 + index)) & _MASK64) ^ attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTask(Generic[P]):
+    """One group to run: `index` is the prompt's running number and the group's id, `attempt` counts earlier tries."""
+
+    index: int
+    prompt: P
+    group_size: int
+    seed: int
+    attempt: int = 0
+
+    def member_seed(self, member: int) -> int:
+        """Return the seed of one member."""
+        return derive_seed(self.seed, member)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup(Generic[P]):
+    """A group as the trainer gets it; `staleness` counts versions from its oldest token to the one at take time."""
+
+    index: int
+    prompt: P
+    samples: tuple[TrainingSample, ...]
+    staleness: int
+    attempt: int
+
+
+def each_member(
+    run_episode: Callable[[GroupTask[P], int], Awaitable[TrainingSample | Sequence[TrainingSample]]],
+) -> Callable[[GroupTask[P]], Awaitable[list[TrainingSample]]]:
+    """Make a group runner out of an episode runner: all members at once, each called with the task and its number.
+
+    An episode that forked returns several samples. An exception of one member fails the group and cancels the others; an
+    episode runner that can tell a broken member apart returns a sample with status failed instead.
+    """
+
+    async def run_group(task: GroupTask[P]) -> list[TrainingSample]:
+        async with asyncio.TaskGroup() as members:
+            running = [members.create_task(_awaited(run_episode(task, member))) for member in range(task.group_size)]
+        results = (member.result() for member in running)
+        return [sample for result in results for sample in ([result] if isinstance(result, TrainingSample) else result)]
+
+    return run_group
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable

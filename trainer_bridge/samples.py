@@ -1,0 +1,260 @@
+"""One training row: token ids, which of them were sampled, their log-probabilities and where they came from.
+
+Rollout code makes samples from an episode's rows, `batch.collate` reads them; nobody edits them. All arrays run over the
+row's tokens and speak about the token at that place: `logprobs[t]` is the log-probability of `ids[t]` given the ids before
+it. Places that were not sampled hold NaN and version -1, so that a wrong mask shows at once. Invariant: a sample that
+exists is complete at every sampled place; a missing value is an error, never 0.0.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainer_bridge.errors import InvalidSample
+
+NO_VERSION = -1
+
+
+class SampleStatus(enum.StrEnum):
+    """How the episode behind a sample ended; `TRAINABLE` names those that a batch keeps by default."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+TRAINABLE = frozenset({SampleStatus.FINISHED, SampleStatus.TRUNCATED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """One sampled turn: places `start` to `end` (exclusive) of the row, its temperature and the versions of its KV.
+
+    `kv_spans` are (first place, version) runs over places 0 to `end`: which weights computed the keys and values that
+    the turn's tokens attended to.
+    """
+
+    start: int
+    end: int
+    temperature: float = 1.0
+    kv_spans: tuple[tuple[int, int], ...] = ()
+
+    def first_foreign_place(self, version: int) -> int:
+        """Return the first place whose KV another version computed, `end` if there is none."""
+        if not self.kv_spans or self.kv_spans[0][0] != 0:
+            return 0
+        return next((first for first, made_by in self.kv_spans if made_by != version), self.end)
+
+
+def _array(name: str, value: Any, dtype: type[np.generic], length: int | None) -> np.ndarray:
+    array = np.asarray(value)
+    wanted = "iu" if np.issubdtype(dtype, np.integer) else ("b" if dtype is np.bool_ else "fiu")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in wanted):
+        raise InvalidSample(
+            f"{name} has shape {array.shape} and dtype {array.dtype}",
+            field=name,
+            value=str(array.dtype),
+            limit=f"one dimension of {np.dtype(dtype).name} is needed",
+            remedy=f"pass {name} as a flat array",
+        )
+    if length is not None and array.size != length:
+        raise InvalidSample(
+            f"{name} has {array.size} entries",
+            field=name,
+            value=int(array.size),
+            limit=f"ids has {length}",
+            remedy=f"give {name} one entry for each token, NaN (or {NO_VERSION}) where nothing was sampled",
+        )
+    array = array.astype(dtype, copy=True)
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingSample:
+    """A row that a trainer can use as it is.
+
+    Shapes: `ids` int32 [n], `mask` bool [n] (True = sampled by the policy), `logprobs` float32 [n] (of logits / temperature
+    over the whole vocabulary), `behaviour_logprobs` float32 [n] (of the distribution really drawn from; None when equal),
+    `versions` int64 [n]. `turns` cover exactly the sampled places. An episode that forked has several samples with the same
+    `group_id` and `member` and the same `reward`. `reward` is None for members without one (failed, cancelled).
+    Raises: InvalidSample naming field, value and remedy.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    turns: tuple[TurnSpan, ...]
+    behaviour_logprobs: np.ndarray | None = None
+    reward: float | None = None
+    group_id: Hashable = 0
+    member: int = 0
+    status: SampleStatus = SampleStatus.FINISHED
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("ids", _array("ids", self.ids, np.int32, None))
+        if not len(self.ids):
+            raise InvalidSample(
+                "ids is empty", field="ids", value=0, limit="a row has at least its prompt", remedy="leave empty episodes out"
+            )
+        length = len(self.ids)
+        put("mask", _array("mask", self.mask, np.bool_, length))
+        put("logprobs", _array("logprobs", self.logprobs, np.float32, length))
+        put("versions", _array("versions", self.versions, np.int64, length))
+        if self.behaviour_logprobs is not None:
+            put("behaviour_logprobs", _array("behaviour_logprobs", self.behaviour_logprobs, np.float32, length))
+        put("turns", tuple(self.turns))
+        put("status", SampleStatus(self.status))
+        self._check_places()
+        self._check_turns()
+        self._check_reward()
+
+    def _check_places(self) -> None:
+        if self.ids.min() < 0:
+            raise InvalidSample(
+                f"ids holds {self.ids.min()}",
+                field="ids",
+                value=int(self.ids.min()),
+                limit="ids are >= 0",
+                remedy="pass token ids, not padding",
+            )
+        if self.mask[0]:
+            raise InvalidSample(
+                "mask[0] is True",
+                field="mask",
+                value=True,
+                limit="a sampled token has at least one token before it",
+                remedy="put the prompt's ids into the row",
+            )
+        for name in ("logprobs", "behaviour_logprobs"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            sampled = values[self.mask]
+            bad = ~np.isfinite(sampled) | (sampled > 1e-3)
+            if bad.any():
+                place = int(np.flatnonzero(self.mask)[np.argmax(bad)])
+                raise InvalidSample(
+                    f"{name}[{place}]={values[place]} at a sampled token",
+                    field=name,
+                    value=float(values[place]),
+                    limit="every sampled token needs a finite log-probability of at most 0",
+                    remedy="generate with logprobs=True; do not fill missing values with a number",
+                )
+        if (self.versions[self.mask] < 0).any():
+            place = int(np.flatnonzero(self.mask & (self.versions < 0))[0])
+            raise InvalidSample(
+                f"versions[{place}]={self.versions[place]} at a sampled token",
+                field="versions",
+                value=int(self.versions[place]),
+                limit="versions are >= 0",
+                remedy="keep the versions that the service reported",
+            )
+
+    def _check_turns(self) -> None:
+        covered = np.zeros(len(self.ids), np.bool_)
+        for turn in self.turns:
+            if not 0 < turn.start < turn.end <= len(self.ids) or covered[turn.start :].any():
+                raise InvalidSample(
+                    f"turn {turn.start}:{turn.end} does not fit the row",
+                    field="turns",
+                    value=(turn.start, turn.end),
+                    limit=f"turns are in order, apart, not empty and below {len(self.ids)}",
+                    remedy="give one TurnSpan for each sampled turn",
+                )
+            if not math.isfinite(turn.temperature) or turn.temperature < 0:
+                raise InvalidSample(
+                    f"temperature={turn.temperature} of turn {turn.start}:{turn.end}",
+                    field="temperature",
+                    value=turn.temperature,
+                    limit="a finite number >= 0",
+                    remedy="pass the temperature that the turn was sampled with",
+                )
+            covered[turn.start : turn.end] = True
+        if not np.array_equal(covered, self.mask):
+            place = int(np.flatnonzero(covered != self.mask)[0])
+            raise InvalidSample(
+                f"mask[{place}]={bool(self.mask[place])} disagrees with the turns",
+                field="mask",
+                value=bool(self.mask[place]),
+                limit="exactly the places inside turns are sampled",
+                remedy="make mask and turns from the same record",
+            )
+
+    def _check_reward(self) -> None:
+        if self.reward is None:
+            if self.status in (SampleStatus.FINISHED,):
+                raise InvalidSample(
+                    "a finished sample has no reward",
+                    field="reward",
+                    value=None,
+                    limit="a number is needed",
+                    remedy="score it, or give it the status failed",
+                )
+            return
+        if isinstance(self.reward, bool) or not math.isfinite(float(self.reward)):
+            raise InvalidSample(
+                f"reward={self.reward!r}",
+                field="reward",
+                value=self.reward,
+                limit="a finite number is needed",
+                remedy="give a broken score the status failed",
+            )
+        object.__setattr__(self, "reward", float(self.reward))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Return how many tokens the policy sampled."""
+        return int(self.mask.sum())
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Return the oldest version among the sampled tokens, None if nothing was sampled."""
+        sampled = self.versions[self.mask]
+        return int(sampled.min()) if sampled.size else None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether a batch keeps this sample by default."""
+        return self.status in TRAINABLE and self.reward is not None
+
+    def temperatures(self) -> np.ndarray:
+        """Return the divisor of the logits at each place, float32 [n].
+
+        It is 1 outside turns and for greedy turns: their log-probabilities are those of the bare logits.
+        """
+        temperatures = np.ones(len(self.ids), np.float32)
+        for turn in self.turns:
+            temperatures[turn.start : turn.end] = turn.temperature if turn.temperature > 0 else 1.0
+        return temperatures
+
+    def exact_mask(self, version: int) -> np.ndarray:
+        """Return which sampled tokens come from `version` alone, bool [n].
+
+        Such a token was sampled by a forward of `version`, and every key and value it attended to was computed by
+        `version` as well; its log-probability is that of one full forward with these weights.
+        """
+        exact = self.mask & (self.versions == version)
+        for turn in self.turns:
+            # The token at place t attends to places 0 .. t-1, so the one right after the first foreign place is out.
+            exact[max(turn.start, turn.first_foreign_place(version) + 1) : turn.end] = False
+        return exact
+
+
+def oldest_version(samples: Sequence[TrainingSample]) -> int | None:
+    """Return the oldest version among the sampled tokens of all samples, None if there is none."""
+    versions = [sample.oldest_version for sample in samples]
+    return min((version for version in versions if version is not None), default=None)

@@ -1,0 +1,1 @@
+"""How a trainer's weights reach the service: `push` orders the work, `file` carries the bytes, `proof` makes the evidence."""
