@@ -1,0 +1,1 @@
+"""Building blocks of the decoders: projections, norms, rotary positions, embeddings, attention."""

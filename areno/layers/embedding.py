@@ -1,0 +1,52 @@
+"""The two ends of a decoder: token ids to hidden states, hidden states to logits.
+
+They may share one tensor (tied). Logits are always fp32. A bf16 head multiplies bf16 by bf16 into fp32 on CUDA; the
+CPU has no such product, so there the head multiplies an fp32 copy of itself, which the table rebuilds after an update.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from areno.weights.names import ParameterTable
+
+
+class Embedding:
+    """Rows of a table by token id. Shapes: weight [V, hidden]."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor [T, hidden]; ids (int32 or int64) must lie in the vocabulary."""
+        return self.weight.index_select(0, ids_T)
+
+
+class Head:
+    """Hidden states to fp32 logits. Shapes: weight [V, hidden]."""
+
+    __slots__ = ("_copy", "weight")
+
+    def __init__(self, table: ParameterTable, weight: torch.Tensor):
+        self.weight = weight
+        self._copy: torch.Tensor | None = None
+        if weight.dtype != torch.float32 and weight.device.type == "cpu":
+            self._copy = torch.full(weight.shape, math.nan, dtype=torch.float32)
+            table.register_derived("lm_head.float32", self._refresh)
+
+    def _refresh(self) -> None:
+        assert self._copy is not None, "only a head with an fp32 copy registers its refresh"
+        self._copy.copy_(self.weight)
+
+    def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+        """Return logits [S, V] in fp32."""
+        if self._copy is not None:
+            return functional.linear(hidden_SH.float(), self._copy)
+        if self.weight.dtype == torch.float32:
+            return functional.linear(hidden_SH, self.weight)
+        return torch.mm(hidden_SH, self.weight.t(), out_dtype=torch.float32)

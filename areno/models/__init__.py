@@ -1,0 +1,1 @@
+"""Model families: what a checkpoint's config says, and the forward that follows it."""

@@ -1,0 +1,20 @@
+"""Which decoder runs which model type.
+
+`model_config.read_model_config` has already refused everything that is not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from areno.models.dense import DenseDecoder
+from areno.models.model_config import MODEL_TYPES, ModelConfig
+
+_BUILDERS: Mapping[str, Callable[..., DenseDecoder]] = {name: DenseDecoder for name in MODEL_TYPES}
+
+
+def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
+    """Return the decoder for `config`, allocated and filled with NaN; `weights.load` fills it."""
+    return _BUILDERS[config.model_type](config, dtype=dtype, device=device)
