@@ -1,0 +1,162 @@
+"""The service's options: one frozen value, validated when made, written to and read from JSON.
+
+`rollout serve`, `rollout.local` and the front share it; the engine's own options pass through to the engine, which
+validates them. The engine class can be replaced only through a JSON file, which is how tests run a scripted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import InvalidConfig
+from rollout.state import StateFolder, default_state_dir
+
+DEFAULT_ENGINE = "rollout.service.engine_host:load_engine"
+# Options that go to the engine under their own names when they are given.
+ENGINE_OPTIONS = (
+    "dtype",
+    "device",
+    "max_rows",
+    "page_size",
+    "num_pages",
+    "max_model_len",
+    "max_prefill_tokens",
+    "run_ahead",
+    "ring_slots",
+    "decode_tables",
+    "sampling_slots",
+    "prefix_cache",
+    "seed",
+)
+
+
+def _refuse(name: str, value: object, limit: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"{name}={value!r} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change --{name.replace('_', '-')}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """How a service runs.
+
+    Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
+    least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
+    `max_record_bytes` bounds the results of all live requests together.
+    Raises: InvalidConfig naming field, value, limit and remedy.
+    """
+
+    model: str
+    address: str | None = None
+    state_dir: str | None = None
+    weights_dir: str | None = None
+    insecure: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    max_rows: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    max_model_len: int | None = None
+    max_prefill_tokens: int | None = None
+    run_ahead: int | None = None
+    ring_slots: int | None = None
+    decode_tables: str | None = None
+    sampling_slots: int | None = None
+    prefix_cache: bool | None = None
+    seed: int | None = None
+    threads: int | None = None
+    lease_s: float = 30.0
+    flush_interval_s: float = 0.002
+    credit_bytes: int = 8 * 2**20
+    max_message_bytes: int = 64 * 2**20
+    max_record_bytes: int = 2**30
+    max_requests: int = 16_384
+    max_restarts: int = 3
+    watch_parent: bool = False
+    engine: str = DEFAULT_ENGINE
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise _refuse("model", self.model, "a path of a model folder")
+        for name in ("lease_s", "flush_interval_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise _refuse(name, value, "a finite number of seconds")
+        if self.lease_s < 0.2:
+            raise _refuse("lease_s", self.lease_s, "0.2 seconds or more")
+        for name, low in (
+            ("credit_bytes", 2**16),
+            ("max_message_bytes", 2**20),
+            ("max_record_bytes", 2**16),
+            ("max_requests", 1),
+            ("max_restarts", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise _refuse(name, value, f"an integer of {low} or more")
+        if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
+            raise _refuse("threads", self.threads, "an integer of 1 or more")
+        if self.engine.count(":") != 1:
+            raise _refuse("engine", self.engine, "module:name")
+
+    @property
+    def state(self) -> StateFolder:
+        """The state folder that applies."""
+        return StateFolder(Path(self.state_dir).absolute() if self.state_dir else default_state_dir())
+
+    def resolved(self) -> ServiceConfig:
+        """Return the config with address, state folder and weights folder filled in."""
+        state = self.state
+        return dataclasses.replace(
+            self,
+            model=str(Path(self.model).absolute()),
+            state_dir=str(state.root),
+            address=self.address or state.default_address(),
+            weights_dir=str(Path(self.weights_dir).absolute() if self.weights_dir else state.root / "weights"),
+        )
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the engine."""
+        given = {name: getattr(self, name) for name in ENGINE_OPTIONS if getattr(self, name) is not None}
+        return {"model": self.model, **given, **self.engine_options}
+
+    def to_json(self) -> str:
+        """Return the form that `from_json` reads."""
+        return json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, indent=1)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ServiceConfig:
+        """Make a config from untyped fields. Raises: InvalidConfig; an unknown name lists the known ones."""
+        known = [item.name for item in dataclasses.fields(cls)]
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise InvalidConfig(
+                f"unknown option {unknown[0]!r}",
+                field=unknown[0],
+                value=unknown[0],
+                limit=f"known: {', '.join(known)}",
+                remedy="correct or remove it",
+            )
+        if "model" not in fields:
+            raise _refuse("model", None, "a path of a model folder")
+        return cls(**fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> ServiceConfig:
+        """Read a config. Raises: InvalidConfig."""
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise InvalidConfig(
+                f"the config is not JSON: {error}", field="config", remedy="write it with ServiceConfig.to_json()"
+            ) from None
+        if not isinstance(fields, dict):
+            raise InvalidConfig("the config is not a JSON object", field="config", remedy="write it with ServiceConfig.to_json()")
+        return cls.from_fields(fields)

@@ -1,0 +1,1 @@
+"""The service side: the front process and the engine host process."""

@@ -1,0 +1,306 @@
+"""The record of every request, from receipt to acknowledged end, and the counters that must reconcile.
+
+The front calls it; nothing else writes it. States: DECIDING (the engine's verdict is outstanding) -> LIVE -> ENDED, or
+DECIDING -> forgotten when refused. Invariants, at any moment between two calls:
+    received = refused + attached + accepted      (a request counts as received with its verdict)
+    accepted = live + stop + length + cancelled + expired + failed
+An ended record stays until its end is acknowledged or its session ends; after that its id is `gone`, never run again.
+Engine numbers are generation << 24 | row, so late news of a row's former request is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns, TokenStore
+
+ROW_BITS = 24
+ROW_MASK = (1 << ROW_BITS) - 1
+REMEMBERED_IDS = 200_000
+KINDS = ("stop", "length", "cancelled", "expired", "failed")
+
+
+class RecordState(enum.Enum):
+    """Where a request stands; ENDED is terminal."""
+
+    DECIDING = "deciding"
+    LIVE = "live"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The one end of a request; counts in tokens. `error` is the wire form of a failure's cause."""
+
+    kind: str
+    stop_id: int | None = None
+    detail: str | None = None
+    error: dict[str, object] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seed: int = 0
+    kv_spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request. `host` names the engine host that runs it; `submitted` whether it was handed over."""
+
+    row: int
+    engine_id: int
+    request_id: bytes
+    session: int
+    fingerprint: bytes
+    prompt_tokens: int
+    reserved_bytes: int
+    seed: int
+    received_at: float
+    deadline: float | None = None
+    min_version: int | None = None
+    host: int = 0
+    submitted: bool = False
+    state: RecordState = RecordState.DECIDING
+    terminal: Terminal | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; see the module for the identities."""
+
+    received: int = 0
+    refused: int = 0
+    attached: int = 0
+    accepted: int = 0
+    stop: int = 0
+    length: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    failed: int = 0
+    tokens: int = 0
+    late_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Owned:
+    """What one session has: records by request id, and the ids that are gone."""
+
+    records: dict[bytes, Record] = field(default_factory=dict)
+    gone: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+
+class Ledger:
+    """Owns records, tokens and counters; see the module."""
+
+    def __init__(self, max_requests: int, max_record_bytes: int) -> None:
+        self.tokens = TokenStore()
+        self.counters = Counters()
+        self.reserved_bytes = 0
+        self._max_requests, self._max_bytes = max_requests, max_record_bytes
+        self._rows: list[Record | None] = [None] * self.tokens.num_rows
+        self._free_rows = list(range(self.tokens.num_rows - 1, -1, -1))
+        self._generation = np.zeros(self.tokens.num_rows, np.int64)
+        self._taking = np.zeros(self.tokens.num_rows, bool)
+        self._owned: dict[int, _Owned] = {}
+        self._live = 0
+        self._deciding = 0
+        self._held = 0
+
+    @property
+    def live(self) -> int:
+        """Accepted requests without an end."""
+        return self._live
+
+    @property
+    def deciding(self) -> int:
+        """Requests whose verdict is outstanding."""
+        return self._deciding
+
+    @property
+    def held(self) -> int:
+        """Ended records that were not acknowledged yet."""
+        return self._held
+
+    def has_room(self, reserve_bytes: int) -> bool:
+        """Tell whether another request fits the admission limits."""
+        return self._live + self._deciding < self._max_requests and self.reserved_bytes + reserve_bytes <= self._max_bytes
+
+    def get(self, session: int, request_id: bytes) -> Record | None:
+        """Return a session's record, or None."""
+        owned = self._owned.get(session)
+        return owned.records.get(request_id) if owned else None
+
+    def is_gone(self, session: int, request_id: bytes) -> bool:
+        """Tell whether this id ended and was acknowledged."""
+        owned = self._owned.get(session)
+        return owned is not None and request_id in owned.gone
+
+    def by_engine_id(self, engine_id: int) -> Record | None:
+        """Return the record that the engine knows under this number, or None for a former one."""
+        row = engine_id & ROW_MASK
+        record = self._rows[row] if row < len(self._rows) else None
+        return record if record is not None and record.engine_id == engine_id else None
+
+    def row_record(self, row: int) -> Record:
+        """Return the record of a row in use."""
+        record = self._rows[row]
+        assert record is not None, f"row {row} has no record"
+        return record
+
+    def records(self) -> list[Record]:
+        """Return all records."""
+        return [record for record in self._rows if record is not None]
+
+    def of_session(self, session: int) -> list[Record]:
+        """Return a session's records."""
+        owned = self._owned.get(session)
+        return list(owned.records.values()) if owned else []
+
+    def open(
+        self, session: int, request_id: bytes, fingerprint: bytes, *, prompt_tokens: int, max_new_tokens: int, seed: int, now: float
+    ) -> Record:
+        """Make the record of a request whose verdict is outstanding; the caller has checked `has_room`."""
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        self._generation[row] += 1
+        record = Record(
+            row=row,
+            engine_id=int(self._generation[row]) << ROW_BITS | row,
+            request_id=request_id,
+            session=session,
+            fingerprint=fingerprint,
+            prompt_tokens=prompt_tokens,
+            reserved_bytes=max(0, max_new_tokens) * BYTES_PER_TOKEN,
+            seed=seed,
+            received_at=now,
+        )
+        self._rows[row] = record
+        self._taking[row] = True
+        self.reserved_bytes += record.reserved_bytes
+        self._deciding += 1
+        self._owned.setdefault(session, _Owned()).records[request_id] = record
+        return record
+
+    def _grow(self) -> None:
+        rows = self.tokens.num_rows
+        self.tokens.grow_rows(2 * rows)
+        self._rows.extend([None] * rows)
+        self._free_rows.extend(range(2 * rows - 1, rows - 1, -1))
+        self._generation = np.concatenate([self._generation, np.zeros(rows, np.int64)])
+        self._taking = np.concatenate([self._taking, np.zeros(rows, bool)])
+
+    def accept(self, record: Record) -> None:
+        """Take the engine's consent."""
+        assert record.state is RecordState.DECIDING, f"accept of a record that is {record.state.value}"
+        record.state = RecordState.LIVE
+        self._deciding -= 1
+        self._live += 1
+        self.counters.received += 1
+        self.counters.accepted += 1
+
+    def refuse_at_door(self) -> None:
+        """Count a request that never got a record."""
+        self.counters.received += 1
+        self.counters.refused += 1
+
+    def attach(self) -> None:
+        """Count a request that found its own record."""
+        self.counters.received += 1
+        self.counters.attached += 1
+
+    def refuse(self, record: Record) -> None:
+        """Take the engine's refusal; the record is forgotten and its id stays free."""
+        assert record.state is RecordState.DECIDING, f"refusal of a record that is {record.state.value}"
+        self._deciding -= 1
+        self.refuse_at_door()
+        self._drop(record)
+
+    def take_step(self, engine_ids: np.ndarray, tokens: TokenColumns) -> np.ndarray:
+        """Append the tokens of a step and return the rows that grew; tokens of former or ended requests are dropped."""
+        if not engine_ids.size:
+            return np.empty(0, np.int64)
+        rows = engine_ids & ROW_MASK
+        known = rows < len(self._rows)
+        if not known.all():
+            rows = np.where(known, rows, 0)
+        wanted = known & self._taking[rows] & (self._generation[rows] == engine_ids >> ROW_BITS)
+        if not wanted.all():
+            self.counters.late_tokens += int(wanted.size - wanted.sum())
+            rows, tokens = rows[wanted], tokens.take(np.flatnonzero(wanted))
+            if not rows.size:
+                return np.empty(0, np.int64)
+        self.counters.tokens += int(rows.size)
+        return self.tokens.append(rows, tokens)
+
+    def end(self, record: Record, terminal: Terminal) -> bool:
+        """Give a request its terminal event; False if it has one already. A deciding request counts as accepted first."""
+        if record.state is RecordState.ENDED:
+            return False
+        if record.state is RecordState.DECIDING:
+            self.accept(record)
+        record.state, record.terminal = RecordState.ENDED, terminal
+        self._taking[record.row] = False
+        self._live -= 1
+        self._held += 1
+        setattr(self.counters, terminal.kind, getattr(self.counters, terminal.kind) + 1)
+        self.reserved_bytes -= record.reserved_bytes
+        record.reserved_bytes = int(self.tokens.lengths[record.row]) * BYTES_PER_TOKEN
+        self.reserved_bytes += record.reserved_bytes
+        if record.session not in self._owned:
+            self._forget(record)
+        return True
+
+    def acknowledge(self, session: int, request_id: bytes) -> bool:
+        """Forget an ended record whose end arrived; its id is gone from now on."""
+        record = self.get(session, request_id)
+        if record is None or record.state is not RecordState.ENDED:
+            return False
+        gone = self._owned[session].gone
+        gone[request_id] = None
+        if len(gone) > REMEMBERED_IDS:
+            gone.popitem(last=False)
+        self._forget(record)
+        return True
+
+    def end_session(self, session: int) -> list[Record]:
+        """Forget a session and its ended records; return the records that are still to be ended."""
+        owned = self._owned.pop(session, None)
+        unfinished = []
+        for record in owned.records.values() if owned else ():
+            if record.state is RecordState.ENDED:
+                self._forget(record)
+            else:
+                unfinished.append(record)
+        return unfinished
+
+    def _forget(self, record: Record) -> None:
+        self._held -= 1
+        self._drop(record)
+
+    def _drop(self, record: Record) -> None:
+        owned = self._owned.get(record.session)
+        if owned is not None and owned.records.get(record.request_id) is record:
+            del owned.records[record.request_id]
+        self.tokens.clear(record.row)
+        self.reserved_bytes -= record.reserved_bytes
+        self._rows[record.row] = None
+        self._taking[record.row] = False
+        self._free_rows.append(record.row)
+
+    def check_integrity(self) -> None:
+        """Assert that counters reconcile and that every row is free or has one record."""
+        count = self.counters
+        assert count.received == count.refused + count.attached + count.accepted, f"received does not reconcile: {count}"
+        ended = sum(getattr(count, kind) for kind in KINDS)
+        assert count.accepted == self._live + ended, f"accepted does not reconcile: {count}, live {self._live}"
+        states = [record.state for record in self.records()]
+        assert states.count(RecordState.LIVE) == self._live, "live records miscounted"
+        assert states.count(RecordState.DECIDING) == self._deciding, "deciding records miscounted"
+        assert states.count(RecordState.ENDED) == self._held, "held records miscounted"
+        assert len(states) + len(self._free_rows) == len(self._rows), "a row is lost"
+        assert self.reserved_bytes == sum(record.reserved_bytes for record in self.records()), "reserved bytes do not add up"
+        self.tokens.check_integrity()

@@ -1,0 +1,137 @@
+"""Clients as the front knows them: sessions with a secret, their connections, and the lease that keeps them.
+
+A session is opened by HELLO and continued by a HELLO that shows its secret; the connection's routing id is bound to it
+from then on. Any message of a bound connection renews the lease. Invariant: a route belongs to at most one session.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollout.errors import NoSession
+from rollout.wire.security import new_token, same_secret
+
+
+class Channel(enum.Enum):
+    """The two sockets of a service."""
+
+    DATA = "data"
+    CONTROL = "control"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client. `unacked` lists (sequence number, bytes) of flushes under way; `stalled` that a send found no room."""
+
+    number: int
+    session_id: bytes
+    secret: bytes
+    name: str
+    expires_at: float
+    routes: dict[Channel, bytes] = field(default_factory=dict)
+    flush_seq: int = 0
+    unacked: deque[tuple[int, int]] = field(default_factory=deque)
+    unacked_bytes: int = 0
+    last_flush: float = 0.0
+    stalled: bool = False
+
+    @property
+    def label(self) -> str:
+        """A name for messages to other clients; tells nothing secret."""
+        return f"{self.name or 'client'}#{self.number}"
+
+    def reset_flow(self) -> None:
+        """Forget flushes under way; a new connection attaches from its own positions."""
+        self.unacked.clear()
+        self.unacked_bytes = 0
+        self.stalled = False
+
+    def acknowledge(self, seq: int) -> None:
+        """Take the client's word that flushes up to `seq` arrived."""
+        while self.unacked and self.unacked[0][0] <= seq:
+            self.unacked_bytes -= self.unacked.popleft()[1]
+
+
+class SessionBook:
+    """Owns the sessions and their routes."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._by_id: dict[bytes, Session] = {}
+        self._by_number: dict[int, Session] = {}
+        self._by_route: dict[tuple[Channel, bytes], Session] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Session]:
+        """Return all sessions."""
+        return list(self._by_id.values())
+
+    def get(self, number: int) -> Session | None:
+        """Return the session with this number, or None."""
+        return self._by_number.get(number)
+
+    def open(self, name: str, channel: Channel, route: bytes, now: float) -> Session:
+        """Make a session for a new client."""
+        session = Session(number=self._next, session_id=new_token(), secret=new_token(), name=name, expires_at=now + self.lease_s)
+        self._next += 1
+        self._by_id[session.session_id] = session
+        self._by_number[session.number] = session
+        self._bind(session, channel, route)
+        return session
+
+    def resume(self, session_id: bytes, secret: bytes, channel: Channel, route: bytes, now: float) -> Session | None:
+        """Bind a new connection to a session; None if the session is not known here. Raises: NoSession for a wrong secret."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            return None
+        if not same_secret(session.secret, secret):
+            raise NoSession("the session's secret is wrong", field="secret", remedy="open a session of your own with HELLO")
+        former = session.routes.get(channel)
+        if former is not None and former != route:
+            self._by_route.pop((channel, former), None)
+        self._bind(session, channel, route)
+        session.expires_at = now + self.lease_s
+        return session
+
+    def _bind(self, session: Session, channel: Channel, route: bytes) -> None:
+        session.routes[channel] = route
+        self._by_route[(channel, route)] = session
+
+    def heard(self, channel: Channel, route: bytes, now: float) -> Session:
+        """Return a connection's session and renew its lease. Raises: NoSession."""
+        session = self._by_route.get((channel, route))
+        if session is None:
+            raise NoSession("this connection has no session", remedy="say HELLO first, with session and secret to continue one")
+        session.expires_at = now + self.lease_s
+        return session
+
+    def unbind(self, session: Session, channel: Channel) -> None:
+        """Forget a connection that the socket says is gone; the lease runs on."""
+        route = session.routes.pop(channel, None)
+        if route is not None:
+            self._by_route.pop((channel, route), None)
+
+    def extend_all(self, seconds: float) -> None:
+        """Give every lease the time in which this process itself did not run."""
+        for session in self._by_id.values():
+            session.expires_at += seconds
+
+    def expired(self, now: float) -> list[Session]:
+        """Return the sessions whose lease ended."""
+        return [session for session in self._by_id.values() if session.expires_at <= now]
+
+    def next_expiry(self) -> float | None:
+        """Return when the next lease ends."""
+        return min((session.expires_at for session in self._by_id.values()), default=None)
+
+    def close(self, session: Session) -> None:
+        """Forget a session and its connections."""
+        for channel in list(session.routes):
+            self.unbind(session, channel)
+        self._by_id.pop(session.session_id, None)
+        self._by_number.pop(session.number, None)

@@ -1,0 +1,215 @@
+"""The state folder: where services announce themselves, hold their locks and remember version numbers.
+
+    <state>/services/<name>.json     announcement of a running service: address, pid, incarnation, model
+    <state>/services/<name>.lock     held (flock) for as long as the service runs; the kernel drops it with the process
+    <state>/versions.json            the next weight version; numbers only grow, across restarts
+    <state>/run/                     local sockets, mode 0700
+    <state>/weights/                 the default weights folder
+
+`ARENO_STATE_DIR` overrides the place. Invariant: an announcement whose lock is free is stale and is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import xxhash
+
+from rollout.errors import AddressInUse, InvalidConfig, NoService
+from rollout.wire.security import MAX_IPC_PATH, Address
+
+STATE_VARIABLE = "ARENO_STATE_DIR"
+APP = "areno-rollout"
+
+
+def default_state_dir() -> Path:
+    """Return the state folder that applies when none is named."""
+    named = os.environ.get(STATE_VARIABLE)
+    return Path(named).absolute() if named else platformdirs.user_state_path(APP)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only its owner may enter, or check that it is one. Raises: InvalidConfig."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise InvalidConfig(
+            f"{path} is not a folder of this user",
+            field="state_dir",
+            value=str(path),
+            limit="sockets and weights live in a folder that only their owner may enter",
+            remedy=f"remove it, or set {STATE_VARIABLE} to another folder",
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+class FileLock:
+    """An advisory lock on a file, held until `release` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def acquire(self, *, blocking: bool = False) -> bool:
+        """Take the lock; False if another process holds it. Blocks: only if asked."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def release(self) -> None:
+        """Drop the lock; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a running service says about itself in the state folder."""
+
+    address: str
+    pid: int
+    incarnation: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateFolder:
+    """Paths and rules of one state folder; makes what is missing."""
+
+    root: Path
+
+    @property
+    def services(self) -> Path:
+        """Where announcements and locks are."""
+        return self.root / "services"
+
+    def make(self) -> StateFolder:
+        """Make the folders. Raises: InvalidConfig."""
+        for folder in (self.root, self.services):
+            private_folder(folder)
+        return self
+
+    def default_address(self) -> str:
+        """Return the local address of the state folder's own service."""
+        return f"ipc://{self.root / 'run' / 'service'}"
+
+    def _name(self, address: str) -> str:
+        return xxhash.xxh3_64_hexdigest(address)
+
+    def announcement_path(self, address: str) -> Path:
+        """Return the file that announces the service of this address."""
+        return self.services / f"{self._name(address)}.json"
+
+    def lock(self, address: str) -> FileLock:
+        """Return the held lock of an address. Raises: AddressInUse."""
+        lock = FileLock(self.services / f"{self._name(address)}.lock")
+        if not lock.acquire():
+            raise AddressInUse(
+                f"address {address} is in use",
+                field="address",
+                value=address,
+                limit=f"a running service holds {lock.path}",
+                remedy="stop it, connect to it with rollout.connect(), or choose another --address",
+            )
+        return lock
+
+    def announce(self, announcement: Announcement) -> None:
+        """Publish a service; the rename is atomic."""
+        path = self.announcement_path(announcement.address)
+        fields = {name: getattr(announcement, name) for name in Announcement.__dataclass_fields__}
+        _replace(path, json.dumps(fields))
+
+    def running(self) -> list[Announcement]:
+        """Return the announcements of services that hold their lock."""
+        found = []
+        for path in sorted(self.services.glob("*.json")):
+            lock = FileLock(path.with_suffix(".lock"))
+            if lock.acquire():
+                lock.release()
+                continue
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(Announcement(**json.loads(path.read_text())))
+        return found
+
+    def find(self) -> Announcement:
+        """Return the one running service. Raises: NoService for none or several."""
+        running = self.running() if self.services.is_dir() else []
+        if len(running) == 1:
+            return running[0]
+        if running:
+            raise NoService(
+                f"{len(running)} services run",
+                field="address",
+                limit=f"addresses: {', '.join(service.address for service in running)}",
+                remedy="name one: rollout.connect(address)",
+            )
+        raise NoService(
+            f"no running service is announced in {self.root}",
+            field="address",
+            limit=f"looked in {self.services}",
+            remedy=f"start one with `python -m rollout serve --model PATH`, name its address, or set {STATE_VARIABLE}",
+        )
+
+    def next_version(self) -> int:
+        """Hand out a weight version that was never handed out before in this folder."""
+        path = self.root / "versions.json"
+        lock = FileLock(self.root / "versions.lock")
+        lock.acquire(blocking=True)
+        try:
+            version = int(json.loads(path.read_text())["next"]) if path.exists() else 0
+            _replace(path, json.dumps({"next": version + 1}))
+        finally:
+            lock.release()
+        return version
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with fresh.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def socket_files(address: Address) -> list[Path]:
+    """Return the files that a service's sockets leave in the file system."""
+    return [Path(address.path), Path(address.control.removeprefix("ipc://"))] if address.scheme == "ipc" else []
+
+
+def remove_socket_files(address: Address) -> None:
+    """Remove what a dead service left at an address; the caller holds the address's lock."""
+    for path in socket_files(address):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def host_socket_folder(run: Path) -> Path:
+    """Return a folder short enough for the engine host's own socket."""
+    assert len(str(run).encode()) < MAX_IPC_PATH, "checked with the address"
+    return run
+
+
+@contextlib.contextmanager
+def held(lock: FileLock) -> Iterator[FileLock]:
+    """Release an acquired lock at the end of a block."""
+    try:
+        yield lock
+    finally:
+        lock.release()

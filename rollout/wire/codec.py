@@ -1,0 +1,206 @@
+"""The binary form of a message: header frame, msgpack body, raw array frames.
+
+    frame 0   header   <u16 protocol version> <u16 operation> <16 bytes request id>, little-endian, 20 bytes
+    frame 1   body     msgpack [fields, [[name, dtype, [dim, ...]], ...]]
+    frame 2.. arrays   raw C-order little-endian bytes, one frame for each descriptor, in that order
+
+Bytes from a socket are hostile. The order of checks is: number of frames, header size, protocol version, operation
+of this socket, body size, msgpack limits, array descriptors against the operation's table, byte counts, and then
+the fields. Nothing is allocated from a number that a peer wrote: arrays are views of the frames that arrived.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from rollout.errors import InvalidRequest, ProtocolMismatch, UnknownOperation, WireError, plain_text
+from rollout.wire.messages import ARRAYS, MODELS, ArraySpec, Message, Op, parse_fields
+
+PROTOCOL_VERSION = 1
+HEADER = struct.Struct("<HH16s")
+NO_REQUEST = bytes(16)
+MAX_BODY_BYTES = 16 * 2**20
+MAX_STRING = 2**20
+MAX_ITEMS = 200_000
+MAX_DEPTH = 8
+MAX_FRAMES = 18
+_OPS = {op.value: op for op in Op}
+
+Frame = bytes | memoryview
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first frame, read."""
+
+    version: int
+    op: int
+    request_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A message that passed every check; arrays are read-only views of the received frames."""
+
+    op: Op
+    request_id: bytes
+    body: Message
+    arrays: Arrays
+    num_bytes: int
+
+
+def _encode_error(fields: Mapping[str, object], cause: Exception) -> InvalidRequest:
+    for name, value in fields.items():
+        try:
+            msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            return InvalidRequest(
+                f"{name}={plain_text(repr(value), 80)} cannot be sent: {error}",
+                field=name,
+                value=repr(value)[:80],
+                limit="fields are None, bool, int below 2**64, float, str, bytes, list and dict",
+                remedy=f"convert {name} first",
+            )
+    return InvalidRequest(f"a message cannot be sent: {cause}", limit="fields are plain values", remedy="convert them first")
+
+
+def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arrays | None = None) -> list[Frame]:
+    """Return the frames of one message. Raises: InvalidRequest for a value that has no binary form."""
+    descriptors: list[list[object]] = []
+    frames: list[Frame] = [HEADER.pack(PROTOCOL_VERSION, op, request_id), b""]
+    for name, array in (arrays or {}).items():
+        packed = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        descriptors.append([name, packed.dtype.str, list(packed.shape)])
+        frames.append(memoryview(packed).cast("B") if packed.size else b"")
+    try:
+        frames[1] = msgpack.packb([fields, descriptors], use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _encode_error(fields, error) from None
+    return frames
+
+
+def read_header(frame: bytes) -> Header:
+    """Return the header's parts; the version is not judged here. Raises: WireError."""
+    if len(frame) != HEADER.size:
+        raise WireError(
+            f"the header frame has {len(frame)} bytes", limit=f"it has {HEADER.size}", remedy="see the protocol in rollout/README.md"
+        )
+    return Header(*HEADER.unpack(frame))
+
+
+def _depth_over(value: object, limit: int) -> bool:
+    if not isinstance(value, (list, dict)):
+        return False
+    if limit == 0:
+        return True
+    return any(_depth_over(item, limit - 1) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _unpack(frame: bytes) -> tuple[dict[str, object], list[object]]:
+    if len(frame) > MAX_BODY_BYTES:
+        raise WireError(f"the body has {len(frame)} bytes", limit=f"at most {MAX_BODY_BYTES}", remedy="send bulk data as array frames")
+    try:
+        value = msgpack.unpackb(
+            frame,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=MAX_STRING,
+            max_bin_len=MAX_STRING,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(
+            f"the body is not msgpack within limits ({type(error).__name__})", limit="see the limits in rollout/README.md"
+        ) from None
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], dict) and isinstance(value[1], list)):
+        raise WireError("the body is not [fields, array descriptors]", remedy="see the protocol in rollout/README.md")
+    if _depth_over(value, MAX_DEPTH):
+        raise WireError("the body is nested too deeply", limit=f"at most {MAX_DEPTH} levels")
+    if not all(isinstance(key, str) for key in value[0]):
+        raise WireError("a field name is not a string", remedy="see the protocol in rollout/README.md")
+    return value[0], value[1]
+
+
+def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op: Op) -> tuple[str, np.ndarray]:
+    if not (isinstance(descriptor, list) and len(descriptor) == 3 and isinstance(descriptor[0], str) and isinstance(descriptor[2], list)):
+        raise WireError("an array descriptor is not [name, dtype, shape]", remedy="see the protocol in rollout/README.md")
+    name, dtype, shape = descriptor
+    spec = specs.get(name)
+    if spec is None:
+        raise WireError(
+            f"{op.name} has no array {name[:80]!r}",
+            field=name[:80],
+            limit=f"known arrays: {', '.join(specs) or 'none'}",
+            remedy="leave it out",
+        )
+    if dtype not in spec.dtypes:
+        raise WireError(
+            f"array {name} has dtype {str(dtype)[:16]!r}", field=name, limit=f"allowed: {', '.join(spec.dtypes)}", remedy="convert it first"
+        )
+    if len(shape) != 1 + len(spec.row) or not all(type(dim) is int and 0 <= dim < 2**40 for dim in shape) or tuple(shape[1:]) != spec.row:
+        raise WireError(
+            f"array {name} has shape {str(shape)[:80]}", field=name, limit=f"it is [n{''.join(f', {dim}' for dim in spec.row)}]"
+        )
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    if len(frame) != expected:
+        raise WireError(
+            f"array {name} has {len(frame)} bytes", field=name, limit=f"its dtype and shape make {expected}", remedy="send whole arrays"
+        )
+    return name, np.frombuffer(frame, dtype=dtype).reshape(shape)
+
+
+def _arrays(descriptors: Sequence[object], frames: Sequence[bytes], op: Op) -> dict[str, np.ndarray]:
+    if len(descriptors) != len(frames):
+        raise WireError(f"{len(descriptors)} array descriptors and {len(frames)} array frames", limit="one frame for each descriptor")
+    specs = ARRAYS.get(op, {})
+    arrays: dict[str, np.ndarray] = {}
+    for descriptor, frame in zip(descriptors, frames):
+        name, array = _array(descriptor, frame, specs, op)
+        if name in arrays:
+            raise WireError(f"array {name} comes twice", field=name, remedy="send each array once")
+        arrays[name] = array
+    missing = [name for name, spec in specs.items() if spec.required and name not in arrays]
+    if missing:
+        raise WireError(f"{op.name} lacks array {missing[0]}", field=missing[0], limit=f"needed: {', '.join(missing)}")
+    return arrays
+
+
+def decode(frames: Sequence[bytes], allowed: Collection[Op]) -> Packet:
+    """Return the checked message of these frames.
+
+    Raises: ProtocolMismatch, UnknownOperation, WireError for bytes that are no message of this socket;
+    InvalidRequest for a message whose fields are unknown, of the wrong type, or out of their domain.
+    """
+    if not 2 <= len(frames) <= MAX_FRAMES:
+        raise WireError(f"a message of {len(frames)} frames", limit=f"2 to {MAX_FRAMES}", remedy="see the protocol in rollout/README.md")
+    header = read_header(frames[0])
+    if header.version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"protocol version {header.version}",
+            field="version",
+            value=header.version,
+            limit=f"this side speaks version {PROTOCOL_VERSION}",
+            remedy="install the same areno-rollout version on both sides",
+        )
+    op = _OPS.get(header.op)
+    if op is None or op not in allowed:
+        raise UnknownOperation(
+            f"operation {header.op} is not taken here",
+            field="operation",
+            value=header.op,
+            limit=f"known: {', '.join(f'{known.name}={known.value}' for known in sorted(allowed))}",
+            remedy="weight and pause operations go to the control socket, all others to the data socket",
+        )
+    fields, descriptors = _unpack(frames[1])
+    arrays = _arrays(descriptors, frames[2:], op)
+    body = parse_fields(MODELS[op], fields)
+    return Packet(op=op, request_id=header.request_id, body=body, arrays=arrays, num_bytes=sum(map(len, frames)))

@@ -1,0 +1,233 @@
+"""Sockets: their settings, and the calls the rest of the package uses instead of zmq's own.
+
+One thread owns each socket. Receiving is poll, then a receive that cannot block, so no time-out can drop a message
+that was already taken. Sending never blocks and says what happened; frames are copied, so a caller may write its
+buffers again at once. A peer that is gone or full is reported, never skipped silently.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Iterator
+
+import zmq
+
+from rollout.errors import AddressInUse, ServerUnavailable
+from rollout.wire.codec import MAX_FRAMES, Frame
+
+QUEUE_MESSAGES = 1000
+LINGER_MS = 500
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1_000
+
+
+class Sent(enum.Enum):
+    """What became of a send."""
+
+    OK = "ok"
+    FULL = "full"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it had too many frames."""
+
+    route: bytes
+    frames: list[bytes]
+    whole: bool
+
+
+class Context:
+    """The sockets' common context; `close` waits at most the linger time."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context(io_threads=1)
+
+    def _socket(self, kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        return socket
+
+    def router(self, address: str, max_message_bytes: int) -> Router:
+        """Bind a router. Raises: AddressInUse."""
+        socket = self._socket(zmq.ROUTER, max_message_bytes)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        return Router(socket, _bind(socket, address))
+
+    def dealer(self, address: str, max_message_bytes: int) -> Peer:
+        """Connect to a router; nobody needs to listen yet."""
+        socket = self._socket(zmq.DEALER, max_message_bytes)
+        socket.connect(address)
+        return Peer(socket, address)
+
+    def pair_bound(self, address: str, max_message_bytes: int) -> Peer:
+        """Bind one end of a private link. Raises: AddressInUse."""
+        socket = self._socket(zmq.PAIR, max_message_bytes)
+        return Peer(socket, _bind(socket, address))
+
+    def pair_connected(self, address: str, max_message_bytes: int) -> Peer:
+        """Connect the other end of a private link."""
+        socket = self._socket(zmq.PAIR, max_message_bytes)
+        socket.connect(address)
+        return Peer(socket, address)
+
+    def close(self) -> None:
+        """Close every socket left and the context. Blocks: at most the linger time."""
+        self._context.destroy(linger=LINGER_MS)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Create files readable and connectable by their owner only."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    try:
+        with _private_files():
+            socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        if error.errno == zmq.EADDRINUSE:
+            raise AddressInUse(
+                f"address {address} is in use",
+                field="address",
+                value=address,
+                limit="one service owns an address",
+                remedy="stop the other one or choose another --address",
+            ) from None
+        raise AddressInUse(
+            f"address {address} cannot be bound: {error}",
+            field="address",
+            value=address,
+            remedy="choose another --address, or check its folder's rights",
+        ) from None
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+
+def _receive(socket: zmq.Socket[bytes], room: int) -> tuple[list[bytes], bool] | None:
+    """Return the frames of the next message, or None; frames beyond `room` are read and dropped."""
+    try:
+        frames = [socket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    whole = True
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv()
+        if len(frames) < room:
+            frames.append(frame)
+        else:
+            whole = False
+    return frames, whole
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> Sent:
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+    except zmq.Again:
+        return Sent.FULL
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return Sent.GONE
+        raise ServerUnavailable(f"a socket failed: {error}", remedy="restart the service") from error
+    return Sent.OK
+
+
+class Router:
+    """The bound socket of a service; peers are known by routing ids that the socket itself draws."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self._socket, self.address = socket, address
+
+    def receive(self) -> Incoming | None:
+        """Return the next message that is there, or None."""
+        received = _receive(self._socket, MAX_FRAMES + 1)
+        if received is None:
+            return None
+        frames, whole = received
+        return Incoming(route=frames[0], frames=frames[1:], whole=whole)
+
+    def send(self, route: bytes, frames: Sequence[Frame]) -> Sent:
+        """Send to one peer without blocking."""
+        return _send(self._socket, [route, *frames])
+
+    @staticmethod
+    def drew(route: bytes) -> bool:
+        """Tell whether this routing id was drawn by the socket and not chosen by the peer."""
+        return len(route) == 5 and route[0] == 0
+
+    def close(self) -> None:
+        """Close; what is queued still goes out within the linger time."""
+        self._socket.close(linger=LINGER_MS)
+
+
+class Peer:
+    """A socket with one other end: the client's side of a router, or a private link."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self._socket, self.address = socket, address
+
+    def receive(self) -> Incoming | None:
+        """Return the next message that is there, or None."""
+        received = _receive(self._socket, MAX_FRAMES)
+        return None if received is None else Incoming(route=b"", frames=received[0], whole=received[1])
+
+    def send(self, frames: Sequence[Frame]) -> Sent:
+        """Send without blocking."""
+        return _send(self._socket, frames)
+
+    def close(self) -> None:
+        """Close; what is queued still goes out within the linger time."""
+        self._socket.close(linger=LINGER_MS)
+
+
+Pollable = Router | Peer | int
+
+
+class Poller:
+    """Waits for sockets and file descriptors to become readable, and for sockets with unsent messages to become writable."""
+
+    def __init__(self, watched: Iterable[Pollable] = ()) -> None:
+        self._poller = zmq.Poller()
+        self._things: dict[object, Pollable] = {}
+        for thing in watched:
+            self.watch(thing)
+
+    @staticmethod
+    def _key(thing: Pollable) -> object:
+        return thing if isinstance(thing, int) else thing._socket
+
+    def watch(self, thing: Pollable, *, writable: bool = False) -> None:
+        """Watch for reading, and for room to send as well if asked. Changes an earlier watch."""
+        key = self._key(thing)
+        self._things[key] = thing
+        self._poller.register(key, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
+
+    def forget(self, thing: Pollable) -> None:
+        """Stop watching."""
+        key = self._key(thing)
+        if self._things.pop(key, None) is not None:
+            self._poller.unregister(key)
+
+    def wait(self, timeout_s: float | None) -> list[Pollable]:
+        """Return what is ready. Blocks: at most `timeout_s`, without limit if None."""
+        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
+        return [self._things[key] for key, _ in self._poller.poll(timeout_ms) if key in self._things]
