@@ -53,7 +53,7 @@ class DenseDecoder:
 
     __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rotary", "config", "table")
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, num_positions: int):
         self.config = config
         self.table = ParameterTable(dtype, device)
         weight = self.table.allocate(EMBEDDING_NAME, (config.vocab_size, config.hidden_size))
@@ -65,7 +65,7 @@ class DenseDecoder:
         else:
             weight = self.table.allocate(HEAD_NAME, (config.vocab_size, config.hidden_size))
         self._head = Head(self.table, weight)
-        self._rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings, dtype=dtype, device=device)
+        self._rotary = RotaryTable(config.head_dim, config.rope_theta, num_positions, dtype=dtype, device=device)
 
     def _allocate_norm(self, name: str) -> RMSNorm:
         config = self.config

@@ -1,20 +1,20 @@
 """What a checkpoint folder says about its model: sizes, rope, biases, end ids. No torch here.
 
-Reads config.json, generation_config.json, tokenizer.json and tokenizer_config.json itself. Both styles of rope keys
-are understood: `rope_theta` beside `rope_scaling`, and `rope_parameters` that holds everything. Whatever the decoder
-does not do is refused by name: an ignored key of a config is a model that answers fluently and wrongly.
+Reads the folder's JSON files itself, without transformers. Both styles of rope keys are understood: `rope_theta`
+beside `rope_scaling`, and `rope_parameters` that holds everything. Whatever the decoder does not do is refused by
+name: an ignored key of a config is a model that answers fluently and wrongly.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areno.errors import CheckpointError, UnsupportedModel
+from areno.models.config_file import ConfigReader, read_json
+from areno.models.vocabulary import read_vocabulary
 
 # What a config that lacks the key means, as Hugging Face's own config classes have it.
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -69,7 +69,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
             limit="a checkpoint is a folder",
             remedy="pass the folder that holds config.json",
         )
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     if raw is None:
         raise CheckpointError(
             f"{folder} has no config.json",
@@ -78,7 +78,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
             limit="it names the model's type and sizes",
             remedy="pass a folder written by save_pretrained",
         )
-    reader = _Reader(raw)
+    reader = ConfigReader(raw)
     model_type = _read_model_type(raw)
     _refuse_unknown_features(reader, model_type)
     num_heads = reader.count("num_attention_heads")
@@ -87,7 +87,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
         raise reader.wrong("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})")
     vocab_size = reader.count("vocab_size")
     attention_bias = True if model_type == "qwen2" else reader.flag("attention_bias")
-    tokenizer = _read_tokenizer(folder)
+    vocabulary = read_vocabulary(folder, raw, vocab_size)
     return ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -105,75 +105,9 @@ def read_model_config(folder: str | Path) -> ModelConfig:
         output_bias=attention_bias and model_type != "qwen2",
         mlp_bias=reader.flag("mlp_bias") if model_type == "llama" else False,
         qk_norm=model_type == "qwen3",
-        eos_ids=_read_eos_ids(folder, raw, tokenizer, vocab_size),
-        num_valid_ids=min(tokenizer.num_ids or vocab_size, vocab_size),
+        eos_ids=vocabulary.eos_ids,
+        num_valid_ids=vocabulary.num_valid_ids,
     )
-
-
-class _Reader:
-    """Typed access to the keys of one config.json."""
-
-    __slots__ = ("raw",)
-
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-
-    def wrong(self, key: str, value: object, limit: str) -> CheckpointError:
-        return CheckpointError(
-            f"config.json has {key}={value!r}", field=key, value=value, limit=limit, remedy=f"correct {key} in config.json"
-        )
-
-    def count(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
-        """Return a positive integer; `default` stands for an absent key, `null` for a null."""
-        if key not in self.raw and default is None:
-            raise CheckpointError(
-                f"config.json has no {key}", field=key, limit="the model's sizes need it", remedy=f"add {key} to config.json"
-            )
-        value = self.raw.get(key, default)
-        value = null if value is None else value
-        if type(value) is not int or value < 1:
-            raise self.wrong(key, value, "a positive integer is needed")
-        return value
-
-    def positive(self, key: str, default: float) -> float:
-        return self.finite(key, self.raw.get(key, default))
-
-    def finite(self, key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise self.wrong(key, value, "a positive finite number is needed")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key, False)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false is needed")
-        return value
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in `path`, None if there is no such file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read: {error}",
-            field="model",
-            value=str(path),
-            limit="it must be UTF-8 JSON",
-            remedy=f"write or copy {path.name} again",
-        ) from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(
-            f"{path.name} holds a {type(raw).__name__}",
-            field="model",
-            value=str(path),
-            limit="an object is needed",
-            remedy=f"write or copy {path.name} again",
-        )
-    return raw
 
 
 def _unsupported(key: str, value: object, known: str, remedy: str) -> UnsupportedModel:
@@ -187,7 +121,7 @@ def _read_model_type(raw: Mapping[str, Any]) -> str:
     return str(model_type)
 
 
-def _refuse_unknown_features(reader: _Reader, model_type: str) -> None:
+def _refuse_unknown_features(reader: ConfigReader, model_type: str) -> None:
     """Raise UnsupportedModel for what the dense decoder does not compute."""
     raw = reader.raw
     activation = raw.get("hidden_act", "silu")
@@ -209,13 +143,14 @@ def _refuse_unknown_features(reader: _Reader, model_type: str) -> None:
         raise _unsupported("layer_types", ", ".join(others), "full_attention", "serve a model with full attention in every layer")
     # Llama has no windows whatever its config says; in Qwen the switch, the width and the first windowed layer decide together.
     windowed = model_type != "llama" and kinds is None and reader.flag("use_sliding_window") and raw.get("sliding_window", 4096) is not None
-    if windowed and raw.get("max_window_layers", 28) < reader.count("num_hidden_layers"):
+    first_windowed = raw.get("max_window_layers", 28)
+    if windowed and (type(first_windowed) is not int or first_windowed < reader.count("num_hidden_layers")):
         raise _unsupported("use_sliding_window", True, "full attention", "serve a model with use_sliding_window false")
     if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise _unsupported("partial_rotary_factor", raw["partial_rotary_factor"], "1.0", "serve a model that rotates whole heads")
 
 
-def _read_head_dim(reader: _Reader, model_type: str, num_heads: int) -> int:
+def _read_head_dim(reader: ConfigReader, model_type: str, num_heads: int) -> int:
     """Return head_dim: the config's value wins; what absence and null mean depends on the family."""
     derived = reader.count("hidden_size") // num_heads
     head_dim = reader.count("head_dim", _DEFAULTS[model_type].get("head_dim", derived), null=derived if model_type == "llama" else None)
@@ -228,7 +163,7 @@ def _read_head_dim(reader: _Reader, model_type: str, num_heads: int) -> int:
     return head_dim
 
 
-def _read_rope_theta(reader: _Reader) -> float:
+def _read_rope_theta(reader: ConfigReader) -> float:
     """Return the rope base from whichever style the config uses; refuse other rope types and styles that disagree."""
     thetas: dict[str, float] = {}
     if reader.raw.get("rope_theta") is not None:
@@ -264,57 +199,3 @@ def _refuse_rope_features(key: str, rope: Mapping[str, Any]) -> None:
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise _unsupported(f"{key}.{nested[0]}", rope[nested[0]], "one set of rope parameters for all layers", remedy)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokenizer:
-    """What the engine needs of a tokenizer: how many ids it has (None: there is none) and its end-of-sequence id."""
-
-    num_ids: int | None
-    eos_id: int | None
-
-
-def _read_tokenizer(folder: Path) -> _Tokenizer:
-    tokenizer = _read_json(folder / "tokenizer.json")
-    options = _read_json(folder / "tokenizer_config.json") or {}
-    if tokenizer is None:
-        return _Tokenizer(None, None)
-    try:
-        vocabulary = tokenizer["model"]["vocab"]
-        # Unigram models keep a list of (text, score) in id order, all others a mapping from text to id.
-        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {entry[0]: index for index, entry in enumerate(vocabulary)}
-        ids.update({entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or ()})
-        largest = max(ids.values(), default=-1)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            "tokenizer.json has no readable vocabulary",
-            field="model",
-            value=str(folder),
-            limit="model.vocab and added_tokens are needed",
-            remedy="save the tokenizer again",
-        ) from error
-    eos = options.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    return _Tokenizer(largest + 1, ids.get(text) if isinstance(text, str) else None)
-
-
-def _read_eos_ids(folder: Path, raw: Mapping[str, Any], tokenizer: _Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the union of the end ids in config.json, generation_config.json and the tokenizer."""
-    generation = _read_json(folder / "generation_config.json") or {}
-    found: dict[int, str] = {}
-    for source, value in (
-        ("config.json", raw.get("eos_token_id")),
-        ("generation_config.json", generation.get("eos_token_id")),
-        ("the tokenizer", tokenizer.eos_id),
-    ):
-        for eos_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(eos_id) is not int or not 0 <= eos_id < vocab_size:
-                raise CheckpointError(
-                    f"{source} has eos_token_id={eos_id!r}",
-                    field="eos_token_id",
-                    value=eos_id,
-                    limit=f"the model's ids are 0 to {vocab_size - 1}",
-                    remedy=f"correct it in {source}",
-                )
-            found[eos_id] = source
-    return tuple(sorted(found))

@@ -15,6 +15,12 @@ from areno.models.model_config import MODEL_TYPES, ModelConfig
 _BUILDERS: Mapping[str, Callable[..., DenseDecoder]] = {name: DenseDecoder for name in MODEL_TYPES}
 
 
-def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
-    """Return the decoder for `config`, allocated and filled with NaN; `weights.load` fills it."""
-    return _BUILDERS[config.model_type](config, dtype=dtype, device=device)
+def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, num_positions: int | None = None) -> DenseDecoder:
+    """Return the decoder for `config`, allocated and filled with NaN; `weights.load` fills it.
+
+    `num_positions` bounds the rotary table (default: the config's whole context); a forward may not go beyond it.
+    """
+    with torch.inference_mode(False):
+        return _BUILDERS[config.model_type](
+            config, dtype=dtype, device=device, num_positions=num_positions or config.max_position_embeddings
+        )

@@ -8,6 +8,8 @@ first logits.
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -53,6 +55,13 @@ def list_names(names: Iterable[str]) -> str:
     return shown if len(ordered) <= _SHOWN_NAMES else f"{shown} and {len(ordered) - _SHOWN_NAMES} more"
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a message about an unknown name: the closest known one, or a few of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names[:3])}, ... ({len(names)} in all)"
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element is NaN or infinite, in one pass and without a mask in memory."""
     if not tensor.numel():
@@ -67,7 +76,7 @@ class ParameterTable:
     Several threads may read; only loading and updates write, between forwards.
     """
 
-    __slots__ = ("_addresses", "_derived", "device", "dtype", "live", "tied", "views")
+    __slots__ = ("_addresses", "_derived", "_parts", "_twin", "device", "dtype", "live", "tied", "views")
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
@@ -77,28 +86,44 @@ class ParameterTable:
         self.tied: dict[str, str] = {}
         self._derived: dict[str, Callable[[], None]] = {}
         self._addresses: dict[str, int] = {}
+        self._parts: dict[str, dict[str, int]] = {}
+        self._twin: ParameterTable | None = None
 
     def allocate(self, name: str, shape: tuple[int, ...], parts: Mapping[str, int] | None = None) -> torch.Tensor:
         """Return new live storage `name`; `parts` maps Hugging Face names to their counts of rows, in order.
 
         Without parts the storage is one tensor under its own name. Mutates: the table.
         """
-        parts = parts or {name: shape[0]}
+        parts = dict(parts or {name: shape[0]})
         assert name not in self.live and not self.views.keys() & parts.keys(), f"{name} or a part of it is allocated twice"
         assert sum(parts.values()) == shape[0], f"the parts of {name} have {sum(parts.values())} rows, the storage has {shape[0]}"
-        storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
+        # A tensor made in inference mode could not be written outside of it; updates come in either mode.
+        with torch.inference_mode(False):
+            storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
+            bounds = list(itertools.accumulate(parts.values(), initial=0))
+            self.views.update({part: storage[start:end] for part, start, end in zip(parts, bounds, bounds[1:])})
         self.live[name] = storage
         self._addresses[name] = storage.data_ptr()
-        start = 0
-        for part, rows in parts.items():
-            self.views[part] = storage[start : start + rows]
-            start += rows
+        self._parts[name] = parts
         return storage
 
     def tie(self, name: str, target: str) -> None:
         """Declare that `name` is another name of `target`: never stored, accepted where it is equal."""
         assert target in self.views, f"{name} is tied to {target}, which is not allocated"
         self.tied[name] = target
+
+    def staging(self) -> ParameterTable:
+        """Return storage of the same layout for weights that wait for their swap; made at first use, then kept."""
+        if self._twin is None:
+            twin = ParameterTable(self.dtype, self.device)
+            for name, storage in self.live.items():
+                twin.allocate(name, tuple(storage.shape), self._parts[name])
+            self._twin = twin
+        return self._twin
+
+    def release_staging(self) -> None:
+        """Give the staging storage back; the next update makes it again."""
+        self._twin = None
 
     def register_derived(self, name: str, rebuild: Callable[[], None]) -> None:
         """Register a hook that recomputes, in place, a tensor that is a function of the weights."""
@@ -123,6 +148,8 @@ class ParameterTable:
         for name, storage in self.live.items():
             assert storage.data_ptr() == self._addresses[name], f"live storage {name} moved"
             assert storage.is_contiguous(), f"live storage {name} is not contiguous"
+        if self._twin is not None:
+            self._twin.check_integrity()
         covered = sum(view.numel() for view in self.views.values())
         stored = sum(storage.numel() for storage in self.live.values())
         assert covered == stored, f"views cover {covered} elements of {stored}"

@@ -1,0 +1,59 @@
+"""The check of an offered manifest against the model, before a byte is taken.
+
+Called when an update begins. Either every name fits or the update is refused with the list of those that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from areno.errors import ManifestMismatch
+from areno.weights.names import SOURCE_DTYPES, ParameterTable, TensorSpec, canonical_name, dtype_name, list_names, nearest_name
+
+SOURCE_NAMES = tuple(dtype_name(dtype) for dtype in SOURCE_DTYPES)
+OLD_SERVE_ON = "the old weights serve on"
+
+
+def mismatch(what: str, value: object, remedy: str) -> ManifestMismatch:
+    """Return the error for tensors that are not the model's; `value` is the name or the list of names."""
+    return ManifestMismatch(what, field="manifest", value=value, limit=OLD_SERVE_ON, remedy=remedy)
+
+
+def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *, partial: bool) -> dict[str, TensorSpec]:
+    """Return the manifest under canonical names. Raises: ManifestMismatch that lists every missing, unknown, repeated or wrong name."""
+    specs: dict[str, TensorSpec] = {}
+    given: dict[str, str] = {}
+    problems: list[str] = []
+    names: list[str] = []
+
+    def blame(name: str, problem: str) -> None:
+        names.append(name)
+        problems.append(problem)
+
+    for name, spec in manifest.items():
+        canonical = canonical_name(name)
+        known = table.views.get(table.tied.get(canonical, canonical))
+        if known is None:
+            blame(name, f"unknown: {name} ({nearest_name(canonical, table.views)})")
+        elif canonical in specs:
+            blame(name, f"offered twice: {canonical}, as {given[canonical]} and as {name}")
+        elif tuple(spec.shape) != tuple(known.shape):
+            blame(name, f"wrong shape: {name} is {tuple(spec.shape)}, the model's is {tuple(known.shape)}")
+        elif spec.dtype not in SOURCE_NAMES:
+            blame(name, f"wrong dtype: {name} is {spec.dtype}, accepted are {', '.join(SOURCE_NAMES)}")
+        specs[canonical], given[canonical] = spec, name
+    missing = set() if partial else table.views.keys() - specs.keys()
+    if missing:
+        names += sorted(missing)
+        problems.append(f"missing: {list_names(missing)}")
+    if not specs:
+        blame("", "empty: no tensor is named")
+    if problems:
+        shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        remedy = "send every tensor of the model under its Hugging Face name" if missing else "offer tensors as the model has them"
+        raise mismatch(
+            f"the manifest does not fit the model: {'; '.join(shown)}",
+            names,
+            f"{remedy}{'' if partial else ', or begin with partial=True'}",
+        )
+    return specs

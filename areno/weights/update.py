@@ -1,0 +1,287 @@
+"""One weight update: what was offered, what is staged, and the swap that makes it live.
+
+The engine opens one, hands it tensors between its steps, verifies, swaps between two launches, proves the result and
+either keeps it or swaps back. Nothing here touches live weights before `swap`.
+
+    OPEN --verify--> VERIFIED --swap--> SWAPPED --swap--> VERIFIED
+      ^----stage--------'
+
+Invariant: a full update is complete or refused as a whole. Live storage keeps its addresses: the contents of live and
+staged tensors change places through a small scratch buffer, so a second swap restores the old bits.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areno.errors import DigestMismatch, InvalidRequest
+from areno.request import MAX_TEMPERATURE, MIN_TEMPERATURE
+from areno.weights.digest import MASK64, bits_of, digest
+from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
+from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
+
+_SCRATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A sequence whose log-probabilities under the new weights the trainer knows.
+
+    Shapes: ids int64 [n], n >= 2; expected_logprobs float32 [n - 1], of ids[1:] at `temperature`.
+    Raises: InvalidRequest.
+    """
+
+    ids: np.ndarray
+    expected_logprobs: np.ndarray
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        ids, expected = np.asarray(self.ids), np.asarray(self.expected_logprobs)
+        if ids.ndim != 1 or ids.size < 2 or ids.dtype.kind not in "iu":
+            raise _invalid_canary("ids", f"shape {ids.shape} and dtype {ids.dtype}", "one dimension of at least two integers")
+        if expected.shape != (ids.size - 1,) or expected.dtype.kind != "f":
+            raise _invalid_canary(
+                "expected_logprobs", f"shape {expected.shape} and dtype {expected.dtype}", f"floats of shape ({ids.size - 1},)"
+            )
+        if not np.isfinite(expected).all() or (expected > 0).any():
+            raise _invalid_canary("expected_logprobs", "a value that is positive, infinite or NaN", "log-probabilities: finite, at most 0")
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE):
+            raise _invalid_canary("temperature", repr(self.temperature), f"0 or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
+        object.__setattr__(self, "ids", ids.astype(np.int64))
+        object.__setattr__(self, "expected_logprobs", expected.astype(np.float32))
+
+
+def _invalid_canary(field: str, found: str, limit: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"a canary's {field} has {found}",
+        field=f"canary.{field}",
+        value=found,
+        limit=f"needed: {limit}",
+        remedy="score the canary with the trainer's new weights",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What a committed update did. Units: names say them; gaps are in nats, None without canaries.
+
+    `staging_s` runs from begin to verification; `pause_ms` is all the time in which no row could decode.
+    """
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    changed_tensors: int
+    changed_bytes: int
+    staging_s: float
+    swap_ms: float
+    proof_ms: float
+    pause_ms: float
+    canary_gap: float | None = None
+    canary_mean_gap: float | None = None
+    decode_canary_gap: float | None = None
+    warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCounts:
+    """How much was staged, in serving dtype, and how much of it differs from the live weights bit for bit."""
+
+    num_tensors: int
+    num_bytes: int
+    changed_tensors: int
+    changed_bytes: int
+
+
+class UpdateState(enum.Enum):
+    """Where an update stands; the engine closes it by dropping it."""
+
+    OPEN = "open"
+    VERIFIED = "verified"
+    SWAPPED = "swapped"
+
+
+class WeightUpdate:
+    """An open update of `table`. One at a time: it stages in the table's one staging storage."""
+
+    __slots__ = (
+        "_manifest",
+        "_opened_at",
+        "_scratch",
+        "_sources",
+        "_staged",
+        "_table",
+        "_tied",
+        "counts",
+        "partial",
+        "staging_s",
+        "state",
+        "version",
+    )
+
+    def __init__(self, table: ParameterTable, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool):
+        """Check the manifest against the model before a byte is taken. Raises: ManifestMismatch listing every wrong name."""
+        self._manifest = None if manifest is None else check_manifest(table, manifest, partial=partial)
+        self._table = table
+        self._staged = table.staging()
+        self._sources: dict[str, str] = {}
+        self._tied: dict[str, int] = {}
+        self._scratch: torch.Tensor | None = None
+        self._opened_at = time.monotonic()
+        self.version = version
+        self.partial = partial
+        self.state = UpdateState.OPEN
+        self.counts: UpdateCounts | None = None
+        self.staging_s = math.nan
+
+    def stage(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor, cast to the serving dtype. The same name again overwrites.
+
+        Raises: ManifestMismatch (unknown, not announced, wrong shape or dtype, not finite, another tensor under an alias).
+        """
+        assert self.state is not UpdateState.SWAPPED, f"tensor {name} came after the swap; stage before commit"
+        canonical = canonical_name(name)
+        tensor = tensor.detach()
+        self._check_offer(name, canonical, TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)))
+        self.state = UpdateState.OPEN
+        if canonical in self._table.tied:
+            # Not stored: its digest is compared with its twin's when everything is in.
+            cast = tensor.to(self._table.dtype)
+            _check_finite(name, cast, self._table.dtype)
+            self._tied[canonical] = digest(cast)
+            return
+        target = self._staged.views[canonical]
+        earlier = self._sources.get(canonical, name)
+        if earlier != name and not torch.equal(bits_of(tensor.to(device=target.device, dtype=target.dtype)), bits_of(target)):
+            raise mismatch(
+                f"tensor {canonical} was offered twice, as {earlier} and as {name}, with other values",
+                name,
+                "send each tensor under one name",
+            )
+        self._sources.pop(canonical, None)
+        target.copy_(tensor)
+        _check_finite(name, target, self._table.dtype)
+        self._sources[canonical] = name
+
+    def _check_offer(self, name: str, canonical: str, offered: TensorSpec) -> None:
+        known = self._table.views.get(self._table.tied.get(canonical, canonical))
+        if known is None:
+            raise mismatch(f"tensor {name} is not in the model", name, nearest_name(canonical, self._table.views))
+        if offered.shape != tuple(known.shape):
+            raise mismatch(
+                f"tensor {name} has shape {offered.shape}, the model's is {tuple(known.shape)}",
+                name,
+                "send it whole and unreshaped; nothing is broadcast",
+            )
+        if offered.dtype not in SOURCE_NAMES:
+            raise mismatch(f"tensor {name} has dtype {offered.dtype}", name, f"send {', '.join(SOURCE_NAMES)}")
+        if self._manifest is None:
+            return
+        announced = self._manifest.get(canonical)
+        if announced is None:
+            raise mismatch(f"tensor {name} was not announced in the manifest", name, "begin an update whose manifest names it")
+        if announced.dtype != offered.dtype:
+            raise mismatch(
+                f"tensor {name} has dtype {offered.dtype}, the manifest says {announced.dtype}", name, "send what the manifest announces"
+            )
+
+    def verify(self, digests: Mapping[str, int] | None) -> None:
+        """Prove that everything is staged, and equal to the trainer's tensors after the cast if `digests` are given.
+
+        Mutates: `counts`, `staging_s`. Raises: ManifestMismatch (incomplete), DigestMismatch naming the tensors.
+        """
+        assert self.state is not UpdateState.SWAPPED, "an update is verified before its swap"
+        self.staging_s = time.monotonic() - self._opened_at
+        self._check_complete()
+        self._check_tied()
+        if digests is not None:
+            self._check_digests(digests)
+        self.counts = self._count()
+        elements = min(_SCRATCH_BYTES // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
+        with torch.inference_mode(False):
+            self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
+        self.state = UpdateState.VERIFIED
+
+    def _check_complete(self) -> None:
+        needed = self._table.views.keys() if not self.partial else (self._manifest or {}).keys() - self._table.tied.keys()
+        missing = needed - self._sources.keys()
+        if missing:
+            raise mismatch(
+                f"{len(missing)} of {len(needed)} tensors never came: {list_names(missing)}",
+                sorted(missing),
+                "stage every tensor, then commit",
+            )
+        if not self._sources:
+            raise mismatch("no tensor was staged", [], "stage the tensors before the commit, or abort")
+
+    def _check_tied(self) -> None:
+        for name, found in self._tied.items():
+            target = self._table.tied[name]
+            owner = self._staged if target in self._sources else self._table
+            if found != digest(owner.views[target]):
+                raise mismatch(
+                    f"tensor {name} is tied to {target} in this model, but the values differ",
+                    name,
+                    "send them equal, or serve a model with tie_word_embeddings false",
+                )
+
+    def _check_digests(self, digests: Mapping[str, int]) -> None:
+        expected = {canonical_name(name): value for name, value in digests.items()}
+        unknown = expected.keys() - self._sources.keys() - self._tied.keys() - self._table.tied.keys()
+        if unknown:
+            raise mismatch(
+                f"digests name tensors that were not staged: {list_names(unknown)}",
+                sorted(unknown),
+                "send digests of the staged tensors only",
+            )
+        absent = self._sources.keys() - expected.keys()
+        found = {name: digest(self._staged.views[name]) for name in self._sources.keys() & expected.keys()} | self._tied
+        wrong = sorted(name for name, value in found.items() if name in expected and value != expected[name] & MASK64)
+        if wrong or absent:
+            told = [f"differ for {list_names(wrong)}"] if wrong else []
+            told += [f"are missing for {list_names(absent)}"] if absent else []
+            raise DigestMismatch(
+                f"digests {' and '.join(told)}",
+                field="digests",
+                value=sorted([*wrong, *absent]),
+                limit=f"they are of the tensors as {self._table.dtype}, row by row; {OLD_SERVE_ON}",
+                remedy="cast on the trainer with tensor.to(dtype) before taking the digest, and send each tensor under its own name",
+            )
+
+    def _count(self) -> UpdateCounts:
+        sizes = {name: self._staged.views[name].nbytes for name in self._sources}
+        changed = [name for name in sizes if not torch.equal(bits_of(self._staged.views[name]), bits_of(self._table.views[name]))]
+        return UpdateCounts(len(sizes), sum(sizes.values()), len(changed), sum(sizes[name] for name in changed))
+
+    def swap(self) -> None:
+        """Exchange the contents of live and staged storage for every staged tensor; again: exchange them back.
+
+        Tensors that a partial update did not bring keep their values. Mutates: live, staged and derived tensors.
+        """
+        assert self.state is not UpdateState.OPEN and self._scratch is not None, "an update is verified before its swap"
+        for name in self._sources:
+            live, staged = self._table.views[name].view(-1), self._staged.views[name].view(-1)
+            for start in range(0, live.numel(), self._scratch.numel()):
+                live_part, staged_part = live[start : start + self._scratch.numel()], staged[start : start + self._scratch.numel()]
+                kept = self._scratch[: live_part.numel()].copy_(live_part)
+                live_part.copy_(staged_part)
+                staged_part.copy_(kept)
+        self._table.rebuild_derived()
+        self.state = UpdateState.VERIFIED if self.state is UpdateState.SWAPPED else UpdateState.SWAPPED
+
+
+def _check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if not is_finite(tensor):
+        raise mismatch(f"tensor {name} holds NaN or infinity as {dtype}", name, "look for a diverged step in the trainer")
+
+
+def digests(table: ParameterTable) -> dict[str, int]:
+    """Return the digest of every live tensor by its Hugging Face name, read from the storage that serves."""
+    return {name: digest(view) for name, view in table.views.items()}
