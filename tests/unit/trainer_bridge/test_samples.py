@@ -1,0 +1,161 @@
+"""A sample that exists is complete: lengths agree, every sampled token has its values, turns and mask are one record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.trainer_bridge.fakes import make_sample
+from trainer_bridge.errors import InvalidSample
+from trainer_bridge.samples import SampleStatus, TrainingSample, TurnSpan, oldest_version
+
+
+def fields_of(sample: TrainingSample, **changed: Any) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in sample.__dataclass_fields__} | changed
+
+
+@pytest.mark.parametrize("name", ["mask", "logprobs", "versions", "behaviour_logprobs"])
+def test_arrays_of_another_length_are_refused_by_name(name: str) -> None:
+    sample = make_sample()
+    longer = {
+        "mask": np.append(sample.mask, True),
+        "logprobs": np.append(sample.logprobs, 0.0),
+        "versions": np.append(sample.versions, 0),
+        "behaviour_logprobs": np.append(sample.logprobs, 0.0),
+    }
+    with pytest.raises(InvalidSample, match=f"{name} has 6 entries; ids has 5") as caught:
+        TrainingSample(**fields_of(sample, **{name: longer[name]}))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+@pytest.mark.parametrize("name", ["logprobs", "behaviour_logprobs"])
+def test_a_missing_log_probability_is_an_error_and_never_zero(name: str, value: float) -> None:
+    sample = make_sample()
+    broken = sample.logprobs.copy()
+    broken[4] = value
+    with pytest.raises(InvalidSample, match=rf"{name}\[4\].*logprobs=True"):
+        TrainingSample(**fields_of(sample, **{name: broken}))
+
+
+def test_a_reply_of_one_end_token_is_a_sample_with_its_own_log_probability() -> None:
+    sample = TrainingSample(
+        ids=[5, 6, 2],
+        mask=[False, False, True],
+        logprobs=[np.nan, np.nan, -4.60517],
+        versions=[-1, -1, 3],
+        turns=(TurnSpan(start=2, end=3),),
+        reward=0.0,
+    )
+    assert len(sample.ids) == len(sample.mask) == len(sample.logprobs) == len(sample.versions) == 3
+    assert sample.num_sampled == 1 and sample.logprobs[2] == np.float32(-4.60517)
+
+
+def test_a_forced_token_of_certainty_keeps_its_true_zero() -> None:
+    sample = make_sample()
+    certain = sample.logprobs.copy()
+    certain[3] = 0.0
+    assert TrainingSample(**fields_of(sample, logprobs=certain)).logprobs[3] == 0.0
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (),
+        (TurnSpan(start=3, end=4),),
+        (TurnSpan(start=2, end=5),),
+        (TurnSpan(start=3, end=6),),
+        (TurnSpan(start=4, end=5), TurnSpan(start=3, end=4)),
+    ],
+    ids=["none", "short", "long", "beyond", "disordered"],
+)
+def test_turns_that_are_not_the_mask_are_refused(turns: tuple[TurnSpan, ...]) -> None:
+    with pytest.raises(InvalidSample):
+        TrainingSample(**fields_of(make_sample(), turns=turns))
+
+
+def test_a_first_token_cannot_be_sampled() -> None:
+    with pytest.raises(InvalidSample, match="put the prompt's ids into the row"):
+        make_sample(((3, True),))
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, True])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    with pytest.raises(InvalidSample, match="give a broken score the status failed"):
+        make_sample(reward=reward)
+
+
+def test_a_finished_sample_needs_a_reward_and_a_failed_one_does_not() -> None:
+    with pytest.raises(InvalidSample, match="no reward"):
+        make_sample(reward=None)
+    assert not make_sample(reward=None, status=SampleStatus.FAILED).is_trainable
+
+
+def test_a_sampled_token_needs_a_version() -> None:
+    sample = make_sample()
+    with pytest.raises(InvalidSample, match=r"versions\[3\]=-1"):
+        TrainingSample(**fields_of(sample, versions=np.full(5, -1)))
+
+
+def test_the_oldest_version_is_that_of_sampled_tokens_only() -> None:
+    sample = make_sample(version=4)
+    young = TrainingSample(**fields_of(sample, versions=np.array([-1, -1, -1, 4, 6])))
+    assert young.oldest_version == 4
+    assert oldest_version([make_sample(version=9), young]) == 4
+    assert oldest_version([]) is None
+
+
+def test_arrays_are_copies_that_nobody_can_edit() -> None:
+    source = np.array([1, 2, 3])
+    sample = TrainingSample(
+        ids=source,
+        mask=[False, False, True],
+        logprobs=[0, 0, -1.0],
+        versions=[-1, -1, 0],
+        turns=(TurnSpan(start=2, end=3),),
+        reward=1,
+    )
+    source[0] = 9
+    assert sample.ids[0] == 1
+    with pytest.raises(ValueError, match="read-only"):
+        sample.ids[0] = 4
+
+
+def test_greedy_turns_divide_by_one_and_others_by_their_temperature() -> None:
+    sample = make_sample(((2, False), (1, True), (1, False), (2, True)))
+    cold = TrainingSample(**fields_of(sample, turns=(TurnSpan(start=2, end=3, temperature=0.0), TurnSpan(start=4, end=6, temperature=0.5))))
+    assert cold.temperatures().tolist() == [1, 1, 1, 1, 0.5, 0.5]
+
+
+def test_exact_tokens_have_the_version_and_nothing_older_in_their_whole_cache() -> None:
+    """Places 0-5 were computed by version 1, the rest by version 2; the token at place 6 was predicted at place 5."""
+    sample = TrainingSample(
+        ids=np.arange(10),
+        mask=[False, False, True, True, False, False, True, True, True, True],
+        logprobs=np.full(10, -1.0),
+        versions=[-1, -1, 1, 1, -1, -1, 1, 2, 2, 2],
+        turns=(TurnSpan(start=2, end=4, kv_spans=((0, 1),)), TurnSpan(start=6, end=10, kv_spans=((0, 1), (6, 2)))),
+        reward=1.0,
+    )
+    assert np.flatnonzero(sample.exact_mask(1)).tolist() == [2, 3, 6]
+    assert np.flatnonzero(sample.exact_mask(2)).tolist() == []
+
+
+def test_a_turn_rebuilt_under_new_weights_is_exact_again() -> None:
+    sample = TrainingSample(
+        ids=np.arange(6),
+        mask=[False, True, False, False, True, True],
+        logprobs=np.full(6, -1.0),
+        versions=[-1, 1, -1, -1, 2, 2],
+        turns=(TurnSpan(start=1, end=2, kv_spans=((0, 1),)), TurnSpan(start=4, end=6, kv_spans=((0, 2),))),
+        reward=1.0,
+    )
+    assert np.flatnonzero(sample.exact_mask(2)).tolist() == [4, 5]
+
+
+def test_a_turn_without_spans_is_never_called_exact() -> None:
+    sample = make_sample()
+    unknown = TrainingSample(**fields_of(sample, turns=(TurnSpan(start=3, end=5),)))
+    assert not unknown.exact_mask(0).any()

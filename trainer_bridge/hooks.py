@@ -1,0 +1,40 @@
+"""Pushes that happen by themselves: after the steps of a plain torch optimizer.
+
+The hook runs in the thread that steps the optimizer, after the parameters have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from trainer_bridge.errors import InvalidOption
+from trainer_bridge.weights.push import PushReport, WeightPush
+
+
+def after_step_hook(
+    optimizer: torch.optim.Optimizer, push: WeightPush, *, every: int = 1, on_report: Callable[[PushReport], None] | None = None
+) -> RemovableHandle:
+    """Push after every `every`-th step of `optimizer`; `handle.remove()` ends it.
+
+    The push's label is the number of steps. A failed push raises out of `optimizer.step()`, whose update is kept. Under
+    gradient scaling, skipped steps do not call the hook.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InvalidOption(
+            f"every={every!r}", field="every", value=every, limit="an integer of at least 1", remedy="every=1 pushes after each step"
+        )
+    steps = 0
+
+    def pushed(_optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every == 0:
+            report = push.push(trainer_step=steps)
+            if on_report is not None:
+                on_report(report)
+
+    return optimizer.register_step_post_hook(pushed)
