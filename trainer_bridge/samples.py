@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,6 +51,36 @@ class TurnSpan:
         if not self.kv_spans or self.kv_spans[0][0] != 0:
             return 0
         return next((first for first, made_by in self.kv_spans if made_by != version), self.end)
+
+
+class TurnLike(Protocol):
+    """What a sample reads of a sampled turn in an episode's row."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def kv_spans(self) -> tuple[tuple[int, int], ...]: ...
+
+
+class RowLike(Protocol):
+    """What a sample reads of an episode's row; `rollout.agent` makes such rows."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def mask(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray | None: ...
+    @property
+    def behaviour_logprobs(self) -> np.ndarray | None: ...
+    @property
+    def versions(self) -> np.ndarray: ...
+    @property
+    def turns(self) -> Sequence[TurnLike]: ...
 
 
 def _array(name: str, value: Any, dtype: type[np.generic], length: int | None) -> np.ndarray:
@@ -211,6 +241,43 @@ class TrainingSample:
                 remedy="give a broken score the status failed",
             )
         object.__setattr__(self, "reward", float(self.reward))
+
+    @classmethod
+    def from_row(
+        cls,
+        row: RowLike,
+        *,
+        reward: float | None,
+        group_id: Hashable = 0,
+        member: int = 0,
+        status: SampleStatus = SampleStatus.FINISHED,
+        info: dict[str, Any] | None = None,
+    ) -> TrainingSample:
+        """Make a sample from an episode's row. Raises: InvalidSample, also when the row has no log-probabilities."""
+        if row.logprobs is None:
+            raise InvalidSample(
+                "the row has no log-probabilities",
+                field="logprobs",
+                value=None,
+                limit="every sampled token needs one",
+                remedy="generate with logprobs=True",
+            )
+        turns = tuple(
+            TurnSpan(start=turn.start, end=turn.end, temperature=turn.temperature, kv_spans=tuple(turn.kv_spans)) for turn in row.turns
+        )
+        return cls(
+            ids=row.ids,
+            mask=row.mask,
+            logprobs=row.logprobs,
+            behaviour_logprobs=row.behaviour_logprobs,
+            versions=row.versions,
+            turns=turns,
+            reward=reward,
+            group_id=group_id,
+            member=member,
+            status=status,
+            info=info or {},
+        )
 
     def __len__(self) -> int:
         return len(self.ids)

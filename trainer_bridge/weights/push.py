@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from areno.weights.digest import digest
-from trainer_bridge.errors import InvalidOption, PushWarning, WeightsUnchanged
+from trainer_bridge.errors import InvalidOption, PushError, PushWarning, WeightsUnchanged
 from trainer_bridge.weights.file import WeightFolder
 from trainer_bridge.weights.names import DTYPE_NAMES, DTYPES, plain_name, serving_tensors, ties_head
 from trainer_bridge.weights.proof import (
@@ -113,6 +113,14 @@ class WeightPush:
         self._client, self._model = client, model
         self._autocast, self._allow_unchanged, self._bucket_bytes = autocast, allow_unchanged, bucket_bytes
         info = client.info()
+        if info.engine is None:
+            raise PushError(
+                "the service has no running engine",
+                field="engine",
+                value=None,
+                limit="a push needs its limits",
+                remedy="wait until info().engine is there",
+            )
         self._dtype = _serving_dtype(info)
         self._folder = WeightFolder(info.weights_dir)
         self._version: int = info.version

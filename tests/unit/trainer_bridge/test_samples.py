@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,3 +160,14 @@ def test_a_turn_without_spans_is_never_called_exact() -> None:
     sample = make_sample()
     unknown = TrainingSample(**fields_of(sample, turns=(TurnSpan(start=3, end=5),)))
     assert not unknown.exact_mask(0).any()
+
+
+def test_a_sample_is_made_from_an_episodes_row_as_it_is() -> None:
+    turn = SimpleNamespace(start=3, end=5, temperature=0.7, kv_spans=((0, 2),), seed=9)
+    row = SimpleNamespace(**fields_of(make_sample(version=2), turns=(turn,)), temperatures=None)
+    sample = TrainingSample.from_row(row, reward=0.5, group_id="g", member=3)
+    assert (sample.reward, sample.group_id, sample.member, sample.turns[0].temperature) == (0.5, "g", 3, 0.7)
+    assert np.array_equal(sample.ids, row.ids) and sample.exact_mask(2).sum() == 2
+    row.logprobs = None
+    with pytest.raises(InvalidSample, match="generate with logprobs=True"):
+        TrainingSample.from_row(row, reward=0.5)
