@@ -32,7 +32,7 @@ _HOME = {
     "StepOutput": "areno.request",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

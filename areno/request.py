@@ -43,12 +43,18 @@ class FinishReason:
 
 def _integer(name: str, value: object, low: int, high: int, remedy: str | None = None) -> int:
     if isinstance(value, (bool, np.bool_)):
-        raise InvalidRequest(f"{name}={value!r} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int")
+        raise InvalidRequest(
+            f"{name}={value!r} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int"
+        )
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidRequest(
-            f"{name}={value!r} is not an integer", field=name, value=value, limit=f"allowed: {low} to {high}", remedy=f"pass {name} as an int"
+            f"{name}={value!r} is not an integer",
+            field=name,
+            value=value,
+            limit=f"allowed: {low} to {high}",
+            remedy=f"pass {name} as an int",
         ) from None
     if not low <= number <= high:
         raise InvalidRequest(
@@ -74,11 +80,17 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
             )
         ids = value.astype(np.int64) if value.dtype != np.uint64 or not value.size or value.max() < 2**62 else None
         if ids is None:
-            raise InvalidRequest(f"{name} holds {value.max()}", field=name, value=int(value.max()), limit="ids are below 2**31", remedy="pass token ids")
+            raise InvalidRequest(
+                f"{name} holds {value.max()}", field=name, value=int(value.max()), limit="ids are below 2**31", remedy="pass token ids"
+            )
     else:
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
             raise InvalidRequest(
-                f"{name} is a {type(value).__name__}", field=name, value=type(value).__name__, limit="a sequence of token ids is needed", remedy="tokenize first"
+                f"{name} is a {type(value).__name__}",
+                field=name,
+                value=type(value).__name__,
+                limit="a sequence of token ids is needed",
+                remedy="tokenize first",
             )
         for position, item in enumerate(value):
             if type(item) is not int and (isinstance(item, (bool, np.bool_)) or not isinstance(item, np.integer)):
@@ -90,10 +102,18 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
                     remedy=f"pass {name} as ints",
                 )
             if not -(2**62) < int(item) < 2**62:
-                raise InvalidRequest(f"{name}[{position}]={item}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids")
+                raise InvalidRequest(
+                    f"{name}[{position}]={item}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids"
+                )
         ids = np.array(value, dtype=np.int64)
     if not ids.size and not allow_empty:
-        raise InvalidRequest(f"{name} is empty", field=name, value=[], limit="at least one token id is needed", remedy="start the prompt with a BOS or role token")
+        raise InvalidRequest(
+            f"{name} is empty",
+            field=name,
+            value=[],
+            limit="at least one token id is needed",
+            remedy="start the prompt with a BOS or role token",
+        )
     return ids
 
 
@@ -131,7 +151,11 @@ class SamplingParams:
             )
         if isinstance(self.temperature, (bool, np.bool_)) or not isinstance(self.temperature, (int, float, np.integer, np.floating)):
             raise InvalidRequest(
-                f"temperature={self.temperature!r} is not a number", field="temperature", value=self.temperature, limit="a finite number", remedy="pass a float"
+                f"temperature={self.temperature!r} is not a number",
+                field="temperature",
+                value=self.temperature,
+                limit="a finite number",
+                remedy="pass a float",
             )
         temperature = float(self.temperature)
         if not math.isfinite(temperature) or not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
@@ -147,11 +171,21 @@ class SamplingParams:
             put("seed", _integer("seed", self.seed, 0, 2**64 - 1))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise InvalidRequest(f"{name}={getattr(self, name)!r} is not a bool", field=name, value=getattr(self, name), limit="True or False", remedy="pass a bool")
+                raise InvalidRequest(
+                    f"{name}={getattr(self, name)!r} is not a bool",
+                    field=name,
+                    value=getattr(self, name),
+                    limit="True or False",
+                    remedy="pass a bool",
+                )
         stop_ids = np.unique(_ids("stop_ids", self.stop_ids, allow_empty=True))
         if stop_ids.size > MAX_STOP_IDS:
             raise InvalidRequest(
-                f"stop_ids has {stop_ids.size} ids", field="stop_ids", value=int(stop_ids.size), limit=f"at most {MAX_STOP_IDS} with the model's own", remedy="pass fewer stop ids"
+                f"stop_ids has {stop_ids.size} ids",
+                field="stop_ids",
+                value=int(stop_ids.size),
+                limit=f"at most {MAX_STOP_IDS} with the model's own",
+                remedy="pass fewer stop ids",
             )
         put("stop_ids", stop_ids)
         if self.forced_ids is not None:
@@ -192,15 +226,30 @@ class Request:
         object.__setattr__(self, "prompt_ids", _ids("prompt_ids", self.prompt_ids, allow_empty=False))
         object.__setattr__(self, "max_kv_lag", _integer("max_kv_lag", self.max_kv_lag, 0, 2**31 - 1))
         if not isinstance(self.sampling, SamplingParams):
-            raise InvalidRequest("sampling is not a SamplingParams", field="sampling", value=type(self.sampling).__name__, remedy="pass areno.SamplingParams(...)")
+            raise InvalidRequest(
+                "sampling is not a SamplingParams",
+                field="sampling",
+                value=type(self.sampling).__name__,
+                remedy="pass areno.SamplingParams(...)",
+            )
         if self.kv_policy not in KV_POLICIES:
             raise InvalidRequest(
-                f"kv_policy={self.kv_policy!r} is unknown", field="kv_policy", value=self.kv_policy, limit=f"known: {', '.join(KV_POLICIES)}", remedy="use kv_policy='keep'"
+                f"kv_policy={self.kv_policy!r} is unknown",
+                field="kv_policy",
+                value=self.kv_policy,
+                limit=f"known: {', '.join(KV_POLICIES)}",
+                remedy="use kv_policy='keep'",
             )
         for name in ("lineage", "cache_salt"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not 0 < len(text) <= 256):
-                raise InvalidRequest(f"{name}={text!r}", field=name, value=text, limit="a string of 1 to 256 characters", remedy=f"shorten {name} or leave it out")
+                raise InvalidRequest(
+                    f"{name}={text!r}",
+                    field=name,
+                    value=text,
+                    limit="a string of 1 to 256 characters",
+                    remedy=f"shorten {name} or leave it out",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +277,13 @@ def _check_range(name: str, ids: np.ndarray, high: int) -> None:
         )
 
 
+def check_ids(name: str, value: object, vocab_size: int) -> np.ndarray:
+    """Return `value` as int64 ids within the vocabulary. Raises: InvalidRequest."""
+    ids = _ids(name, value, allow_empty=False)
+    _check_range(name, ids, vocab_size)
+    return ids
+
+
 def resolve_stop_ids(sampling: SamplingParams, limits: RequestLimits) -> np.ndarray:
     """Return the ids that end the request: its own and, unless `ignore_eos`, the model's."""
     own = np.asarray(sampling.stop_ids)
@@ -244,7 +300,11 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _check_range("forced_ids", np.asarray(sampling.forced_ids), limits.vocab_size)
         if not limits.sampling_slots:
             raise InvalidRequest(
-                "forced_ids needs a sampling slot", field="forced_ids", value=len(sampling.forced_ids), limit="the engine has none", remedy="start it with sampling_slots >= 1"
+                "forced_ids needs a sampling slot",
+                field="forced_ids",
+                value=len(sampling.forced_ids),
+                limit="the engine has none",
+                remedy="start it with sampling_slots >= 1",
             )
     stops = resolve_stop_ids(sampling, limits)
     if stops.size > MAX_STOP_IDS:

@@ -1,0 +1,135 @@
+"""Changes to the decode tables, packed into slots: SET row, GROW pages, KILL, MOVE.
+
+The scheduler appends operations in order, `DeltaPacker` cuts them into slots. Within a slot the operations commute:
+at most one per target row, and none that reads a row which another one writes, so that a device may apply a slot in
+any order. KILL and MOVE name the generation they mean and do nothing on a mismatch. Host only, no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areno.request import MAX_STOP_IDS
+
+
+class DeltaKind(enum.IntEnum):
+    """The operations on rows."""
+
+    SET = 1
+    GROW = 2
+    KILL = 3
+    MOVE = 4
+
+
+ROW_OP = np.dtype(
+    [
+        ("kind", np.int32),
+        ("row", np.int32),
+        ("source", np.int32),
+        ("generation", np.int32),
+        ("last_token", np.int32),
+        ("length", np.int32),
+        ("remaining", np.int32),
+        ("stop_wait", np.int32),
+        ("sampling_slot", np.int32),
+        ("recurrent_slot", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.int64),
+        ("stop_ids", np.int32, MAX_STOP_IDS),
+    ]
+)
+"""One operation; fields beyond kind, row, source and generation belong to SET alone."""
+
+PAGE_OP = np.dtype([("row", np.int32), ("index", np.int32), ("page", np.int32)])
+"""One page-table entry of a SET or a GROW: page `page` holds positions index * G and on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSlot:
+    """Operations that commute. `rows` has dtype ROW_OP, `pages` PAGE_OP, `forced` maps sampling slots to forced ids."""
+
+    rows: np.ndarray
+    pages: np.ndarray
+    forced: tuple[tuple[int, np.ndarray], ...] = ()
+
+
+@dataclass(slots=True)
+class _OpenSlot:
+    rows: list[np.void] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    forced: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    writes: set[int] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+
+
+class DeltaPacker:
+    """Collects operations and cuts them into slots of at most `capacity` operations."""
+
+    __slots__ = ("_capacity", "_closed", "_open")
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._open = _OpenSlot()
+        self._closed: list[DeltaSlot] = []
+
+    def set_row(self, values: dict[str, object], pages: np.ndarray, forced: np.ndarray | None = None) -> None:
+        """SET a row from named ROW_OP fields and its whole page list; `forced` fills its sampling slot."""
+        operation = np.zeros((), ROW_OP)
+        operation["kind"] = DeltaKind.SET
+        for name, value in values.items():
+            operation[name] = value
+        row = int(operation["row"])
+        slot = self._place(writes={row}, reads=set())
+        slot.rows.append(operation[()])
+        slot.pages.extend((row, index, int(page)) for index, page in enumerate(pages))
+        if forced is not None:
+            slot.forced.append((int(operation["sampling_slot"]), forced))
+
+    def grow(self, row: int, generation: int, index: int, pages: np.ndarray) -> None:
+        """Append pages to a row's table from entry `index` on."""
+        slot = self._place(writes={row}, reads=set())
+        slot.rows.append(self._plain(DeltaKind.GROW, row, generation))
+        slot.pages.extend((row, index + offset, int(page)) for offset, page in enumerate(pages))
+
+    def kill(self, row: int, generation: int) -> None:
+        """End a row if it still is of this generation."""
+        self._place(writes={row}, reads=set()).rows.append(self._plain(DeltaKind.KILL, row, generation))
+
+    def move(self, source: int, row: int, generation: int) -> None:
+        """Copy a row's state and page table to `row` and end the source."""
+        self._place(writes={row, source}, reads={source}).rows.append(self._plain(DeltaKind.MOVE, row, generation, source))
+
+    def take(self) -> list[DeltaSlot]:
+        """Return the slots collected so far, in order, and start anew."""
+        self._close()
+        slots, self._closed = self._closed, []
+        return slots
+
+    @staticmethod
+    def _plain(kind: DeltaKind, row: int, generation: int, source: int = -1) -> np.void:
+        operation = np.zeros((), ROW_OP)
+        operation["kind"], operation["row"], operation["generation"], operation["source"] = kind, row, generation, source
+        value: np.void = operation[()]
+        return value
+
+    def _place(self, *, writes: set[int], reads: set[int]) -> _OpenSlot:
+        slot = self._open
+        if slot.writes & (writes | reads) or slot.reads & writes or len(slot.rows) >= self._capacity:
+            self._close()
+            slot = self._open
+        slot.writes |= writes
+        slot.reads |= reads
+        return slot
+
+    def _close(self) -> None:
+        slot = self._open
+        if slot.rows:
+            rows = np.array(slot.rows, dtype=ROW_OP)
+            self._closed.append(DeltaSlot(rows=rows, pages=np.array(slot.pages, dtype=PAGE_OP), forced=tuple(slot.forced)))
+            self._open = _OpenSlot()

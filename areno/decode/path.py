@@ -1,0 +1,27 @@
+"""The seam behind which the row state lives: resident on the device, or rebuilt by the host for every step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from areno.commands import DecodeLaunch, PrefillLaunch
+from areno.decode.deltas import DeltaSlot
+from areno.decode.results import LaneRecords
+
+
+class DecodePath(Protocol):
+    """Keeps the rows' state and runs launches over it; both implementations give the same bits for the same commands."""
+
+    def apply(self, slot: DeltaSlot) -> None:
+        """Apply row operations."""
+
+    def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
+        """Run one token of rows 0..bucket - 1 and write their records."""
+
+    def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
+        """Draw the first token of each complete prompt and write its record, one lane per prompt."""
+
+    def row_state(self) -> dict[str, torch.Tensor]:
+        """Return copies of `alive`, `length`, `generation`, `last_token` and `page_table` for integrity checks."""

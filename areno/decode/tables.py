@@ -1,0 +1,184 @@
+"""The resident decode tables: row state at fixed addresses that launches read and advance by themselves.
+
+The torch forms of the three small parts around the model: `apply` a delta slot, the prologue (`lanes`: ids, positions,
+write slots, page tables of the lanes that run) and the epilogue (`advance`: result record, advance, stop test). The
+host sends changes and reads results; it never asks these tensors a question. `length` counts the KV entries written,
+which is also the position of the last token, which has none yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areno.config import SINK_PAGE, ZERO_PAGE
+from areno.decode.deltas import DeltaKind, DeltaSlot
+from areno.decode.launch import LaneStatus
+from areno.decode.results import LaneRecords
+from areno.request import MAX_STOP_IDS
+from areno.sampling.sampler import Drawn, LaneParams
+
+_INT_FIELDS = ("last_token", "length", "remaining", "stop_wait", "sampling_slot", "recurrent_slot", "top_k", "generation")
+_FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """What one launch runs. Shapes: all [B]; `tables` [B, P]. A lane that does not run reads the zero page."""
+
+    running: torch.Tensor
+    starved: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+
+
+class DecodeTables:
+    """State of R rows. Shapes: int fields [R] each, `stop_ids` [R, 16], `page_table` [R, P]; sampling slots [S, M]."""
+
+    def __init__(
+        self, *, num_rows: int, pages_per_row: int, page_size: int, sampling_slots: int, max_forced: int, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self._ints_FR = torch.zeros((len(_INT_FIELDS), num_rows), dtype=torch.int32, device=device)
+        self._floats_FR = torch.zeros((len(_FLOAT_FIELDS), num_rows), device=device)
+        (
+            self.last_token,
+            self.length,
+            self.remaining,
+            self.stop_wait,
+            self.sampling_slot,
+            self.recurrent_slot,
+            self.top_k,
+            self.generation,
+        ) = self._ints_FR
+        self.temperature, self.top_p, self.min_p = self._floats_FR
+        self.alive = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device)
+        self.forced_ids = torch.full((max(sampling_slots, 1), max_forced + 1), -1, dtype=torch.int32, device=device)
+        self.slot_emitted = torch.zeros(max(sampling_slots, 1), dtype=torch.int64, device=device)
+
+    def apply(self, slot: DeltaSlot) -> None:
+        """Apply one delta slot. Mutates: the rows it names."""
+        for sampling_slot, forced in slot.forced:
+            self.forced_ids[sampling_slot].fill_(-1)
+            self.forced_ids[sampling_slot, : forced.size] = torch.from_numpy(forced.astype(np.int32))
+            self.slot_emitted[sampling_slot] = 0
+        kinds = slot.rows["kind"]
+        # SET writes the whole page-table row first; the page entries of SET and GROW follow.
+        self._set(slot.rows[kinds == DeltaKind.SET])
+        if slot.pages.size:
+            rows, index, page = (torch.from_numpy(slot.pages[name].astype(np.int64)) for name in ("row", "index", "page"))
+            self.page_table[rows, index] = page
+        killed = slot.rows[kinds == DeltaKind.KILL]
+        if killed.size:
+            rows, generations = self._named(killed)
+            self.alive[rows] &= self.generation[rows] != generations
+        self._move(slot.rows[kinds == DeltaKind.MOVE])
+
+    @staticmethod
+    def _named(operations: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(operations["row"].astype(np.int64)), torch.from_numpy(operations["generation"].copy())
+
+    def _set(self, operations: np.ndarray) -> None:
+        if not operations.size:
+            return
+        rows, _ = self._named(operations)
+        self._ints_FR[:, rows] = torch.from_numpy(np.stack([operations[name] for name in _INT_FIELDS]))
+        self._floats_FR[:, rows] = torch.from_numpy(np.stack([operations[name] for name in _FLOAT_FIELDS]))
+        self.seed[rows] = torch.from_numpy(operations["seed"].copy())
+        self.stop_ids[rows] = torch.from_numpy(operations["stop_ids"].copy())
+        self.page_table[rows] = ZERO_PAGE
+        self.alive[rows] = True
+
+    def _move(self, operations: np.ndarray) -> None:
+        if not operations.size:
+            return
+        target, generations = self._named(operations)
+        source = torch.from_numpy(operations["source"].astype(np.int64))
+        same = self.generation[source] == generations
+        target, source = target[same], source[same]
+        for state in (self._ints_FR, self._floats_FR):
+            state[:, target] = state[:, source]
+        for state in (self.seed, self.stop_ids, self.page_table, self.alive):
+            state[target] = state[source]
+        self.alive[source] = False
+
+    def lanes(self, rows: slice) -> Lanes:
+        """The prologue: what lanes `rows` run in this launch."""
+        length = self.length[rows]
+        alive = self.alive[rows]
+        table = self.page_table[rows]
+        index = torch.div(length, self.page_size, rounding_mode="floor").to(torch.int64)
+        page = table.gather(1, index[:, None])[:, 0]
+        running = alive & (page != ZERO_PAGE)
+        slots = torch.where(running, page * self.page_size + length % self.page_size, SINK_PAGE * self.page_size)
+        return Lanes(
+            running=running,
+            starved=alive & ~running,
+            ids=torch.where(running, self.last_token[rows], 0),
+            positions=torch.where(running, length, 0),
+            slots=slots,
+            tables=table * running[:, None],
+            lengths=torch.where(running, length + 1, 1),
+        )
+
+    def params(self, rows: slice | torch.Tensor, *, slots: bool) -> LaneParams:
+        """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""
+        forced = torch.full_like(self.last_token[rows], -1)
+        if slots:
+            held = self.sampling_slot[rows].to(torch.int64)
+            place = held.clamp(min=0)
+            forced = torch.where(
+                held >= 0, self.forced_ids[place, self.slot_emitted[place].clamp(max=self.forced_ids.shape[1] - 1)], forced
+            )
+        return LaneParams(
+            temperature=self.temperature[rows],
+            seeds=self.seed[rows],
+            positions=self.length[rows] + 1,
+            stop_ids=self.stop_ids[rows],
+            stop_wait=self.stop_wait[rows],
+            forced=forced,
+        )
+
+    def advance(
+        self,
+        rows: slice | torch.Tensor,
+        running: torch.Tensor,
+        starved: torch.Tensor | None,
+        drawn: Drawn,
+        records: LaneRecords,
+        *,
+        slots: bool,
+    ) -> None:
+        """The epilogue: write the result record, advance the lanes that ran, end those that are done."""
+        token = drawn.token.to(torch.int32)
+        allowed = self.stop_wait[rows] <= 0
+        stopped = (self.stop_ids[rows] == token[:, None]).any(dim=1) & allowed & running
+        remaining = self.remaining[rows] - running.to(torch.int32)
+        exhausted = (remaining <= 0) & running & ~stopped
+        lanes = token.shape[0]
+        status = running.to(torch.int32) * LaneStatus.TOKEN
+        status.masked_fill_(stopped, LaneStatus.STOPPED).masked_fill_(exhausted, LaneStatus.EXHAUSTED)
+        if starved is not None:
+            status.masked_fill_(starved, LaneStatus.STARVED)
+        records.status[:lanes] = status
+        records.generation[:lanes] = self.generation[rows]
+        records.token[:lanes] = token
+        records.logprob[:lanes] = drawn.logprob
+        records.raw_logprob[:lanes] = drawn.raw_logprob
+        records.behaviour_logprob[:lanes] = drawn.behaviour_logprob
+        if slots:
+            held = self.sampling_slot[rows].to(torch.int64)
+            self.slot_emitted.index_add_(0, held.clamp(min=0), (running & (held >= 0)).to(torch.int64))
+        self.last_token[rows] = torch.where(running, token, self.last_token[rows])
+        self.length[rows] += running
+        self.remaining[rows] = remaining
+        self.stop_wait[rows] -= running.to(torch.int32)
+        self.alive[rows] &= ~(stopped | exhausted)

@@ -1,0 +1,361 @@
+"""The engine: composes model, store, tables, scheduler and executor, and is all that a caller sees of them.
+
+One round of `step`:
+
+    submit/cancel --> Scheduler.plan --> [ApplyDelta | PrefillLaunch | DecodeLaunch]* --> Executor --> ResultRing
+          ^                                                                                              |
+        caller <------------- StepOutput <------------- Scheduler.consume <-----------------------------+
+
+The caller's thread does everything; nothing here waits for anybody. A weight update is staged between steps and
+committed between two launches, so no token is computed by half of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areno.canary import CanaryGaps, CanaryProof
+from areno.config import LANE_MULTIPLE, EngineConfig, ResolvedConfig, resolve
+from areno.decode.path import DecodePath
+from areno.decode.rebuilt import RebuiltPath
+from areno.decode.resident import ResidentPath
+from areno.decode.results import ResultRing
+from areno.decode.tables import DecodeTables
+from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
+from areno.executor import Executor
+from areno.forward import Forward
+from areno.kv.store import KVStore
+from areno.models.model_config import read_model_config
+from areno.models.registry import build_model
+from areno.request import FinishKind, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.sampling.sampler import Sampler
+from areno.scheduler import Scheduler
+from areno.weights.load import load_checkpoint
+from areno.weights.names import TensorSpec
+from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What runs and what it allows; counts in tokens unless the name says otherwise."""
+
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    num_valid_ids: int
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    pool_tokens: int
+    max_rows: int
+    sampling_slots: int
+    run_ahead: int
+    decode_tables: str
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of given ids. Shapes: float32 [n - 1], of ids[1:]; tempered and raw."""
+
+    token_logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    version: int
+
+
+class Engine:
+    """An inference engine for one model folder. Not thread-safe: one thread calls it.
+
+    Raises: CheckpointError, UnsupportedModel, InvalidConfig.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = Path(config.model)
+        model_config = read_model_config(folder)
+        resolved = resolve(config, model_max_len=model_config.max_position_embeddings)
+        dtype: torch.dtype = getattr(torch, resolved.dtype)
+        device = torch.device(config.device)
+        self._model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)
+        self._table = self._model.table
+        load_checkpoint(folder, self._table)
+        self._store = KVStore(
+            num_layers=model_config.num_layers,
+            num_pages=resolved.store_pages,
+            page_size=resolved.page_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids, device=device)
+        self._forward = Forward(self._model, self._store, sampler, dtype)
+        self._path = _make_path(config, resolved, self._forward, rows=resolved.table_rows, slots=config.sampling_slots)
+        self._ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=config.run_ahead)
+        self._executor = Executor(self._forward, self._path, self._ring, version=config.initial_version)
+        self._proof = CanaryProof(self._forward, _make_path(config, resolved, self._forward, rows=LANE_MULTIPLE, slots=1), resolved)
+        limits = RequestLimits(
+            vocab_size=model_config.vocab_size,
+            num_valid_ids=model_config.num_valid_ids,
+            max_model_len=resolved.max_model_len,
+            pool_tokens=resolved.pool_tokens,
+            eos_ids=model_config.eos_ids,
+            sampling_slots=config.sampling_slots,
+        )
+        self._scheduler = Scheduler(config, resolved, limits)
+        self._resolved = resolved
+        self._update: WeightUpdate | None = None
+        self._steps = 0
+        self._step_s = 0.0
+        self._updates = 0
+        self.info = EngineInfo(
+            model_type=model_config.model_type,
+            dtype=resolved.dtype,
+            device=config.device,
+            vocab_size=model_config.vocab_size,
+            num_valid_ids=model_config.num_valid_ids,
+            eos_ids=model_config.eos_ids,
+            max_model_len=resolved.max_model_len,
+            page_size=resolved.page_size,
+            num_pages=resolved.num_pages,
+            pool_tokens=resolved.pool_tokens,
+            max_rows=resolved.max_rows,
+            sampling_slots=config.sampling_slots,
+            run_ahead=config.run_ahead,
+            decode_tables=config.decode_tables,
+            num_parameters=self._table.num_parameters,
+        )
+
+    @property
+    def version(self) -> int:
+        """Version of the live weights."""
+        return self._executor.version
+
+    @property
+    def manifest(self) -> dict[str, TensorSpec]:
+        """What a full update brings, by Hugging Face name; a tied head may come along and is compared."""
+        return self._table.manifest()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or deliver something."""
+        return self._scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it ends through a later `StepOutput.finished`. Raises: InvalidRequest and its kinds."""
+        self._scheduler.submit(request)
+
+    def cancel(self, request_id: int, *, kind: FinishKind = FinishKind.CANCELLED, detail: str | None = None) -> bool:
+        """End a request early, keeping the tokens really sampled; return False if it is unknown, ended or ending.
+
+        True means that its terminal record follows; a row that met its own end first keeps that end.
+        """
+        return self._scheduler.cancel(request_id, kind=kind, detail=detail)
+
+    def step(self) -> StepOutput:
+        """Plan, launch at most one prefill and one decode, and return what has become known."""
+        started = time.perf_counter()
+        outputs: list[StepOutput] = []
+        last_launch = self._ring.last_launch
+        with torch.inference_mode():
+            for command in self._scheduler.plan():
+                self._executor.execute(command)
+                outputs.extend(self._read(drain=False))
+        if self._ring.last_launch == last_launch:
+            outputs.extend(self._read(drain=True))
+        self._steps += 1
+        endings = self._scheduler.take_endings()
+        output = _join(outputs, endings)
+        self._step_s += time.perf_counter() - started
+        return output
+
+    def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
+        """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest."""
+        sampling = SamplingParams(temperature=temperature)
+        array = check_ids("ids", ids, self.info.vocab_size)
+        if array.size < 2:
+            raise InvalidRequest(
+                "ids holds one id", field="ids", value=1, limit="at least two are needed", remedy="score a sequence with a context"
+            )
+        if array.size > self.info.max_model_len:
+            raise RequestTooLong(
+                f"ids holds {array.size} ids",
+                field="ids",
+                value=int(array.size),
+                limit=f"the context holds {self.info.max_model_len}",
+                remedy="score a shorter sequence",
+            )
+        with torch.inference_mode():
+            tempered, raw = self._forward.score(array, sampling.temperature)
+        return Score(token_logprobs=tempered.numpy().copy(), raw_logprobs=raw.numpy().copy(), version=self.version)
+
+    def begin_update(self, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool = False) -> None:
+        """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch."""
+        if self._update is not None:
+            raise UpdateBusy(
+                f"an update to version {self._update.version} is open",
+                field="version",
+                value=version,
+                limit="one update at a time",
+                remedy="commit or abort it first",
+            )
+        if version <= self.version:
+            raise WeightUpdateError(
+                f"version={version} does not grow",
+                field="version",
+                value=version,
+                limit=f"the live version is {self.version}",
+                remedy="use a larger version",
+            )
+        self._update = WeightUpdate(self._table, manifest, version=version, partial=partial)
+
+    def stage(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch."""
+        self._open_update().stage(name, tensor)
+
+    def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
+        """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
+
+        The update is closed either way; on failure the old weights serve on under their old version.
+        Raises: NoUpdate, ManifestMismatch, DigestMismatch, CanaryMismatch, InvalidRequest (a canary's ids).
+        """
+        update = self._open_update()
+        started = time.perf_counter()
+        self._update = None
+        for canary in canaries:
+            check_ids("canary.ids", canary.ids, self.info.vocab_size)
+        with torch.inference_mode():
+            update.verify(digests)
+            verified = time.perf_counter()
+            update.swap()
+            swapped = time.perf_counter()
+            try:
+                gaps = self._proof.measure(canaries)
+                self._judge(gaps)
+            except BaseException:
+                update.swap()
+                raise
+        proved = time.perf_counter()
+        self._executor.version = update.version
+        self._scheduler.commit_version(update.version)
+        self._updates += 1
+        counts = update.counts
+        assert counts is not None, "a verified update has counts"
+        return UpdateReport(
+            version=update.version,
+            num_tensors=counts.num_tensors,
+            num_bytes=counts.num_bytes,
+            changed_tensors=counts.changed_tensors,
+            changed_bytes=counts.changed_bytes,
+            staging_s=update.staging_s,
+            swap_ms=(swapped - verified) * 1e3,
+            proof_ms=(verified - started + proved - swapped) * 1e3,
+            pause_ms=(time.perf_counter() - started) * 1e3,
+            canary_gap=gaps.largest,
+            canary_mean_gap=gaps.mean,
+            decode_canary_gap=gaps.decode,
+            warning=None if counts.changed_tensors else "no tensor differs from the previous version",
+        )
+
+    def abort_update(self) -> None:
+        """Drop the open update, if any; the live weights are untouched."""
+        self._update = None
+
+    def digests(self) -> dict[str, int]:
+        """Return the digest of every live tensor by its Hugging Face name."""
+        return digests(self._table)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests keep their pages."""
+        self._scheduler.clear_prefix_cache()
+
+    def stats(self) -> dict[str, int | float]:
+        """Return counters since the start and current sizes; seconds where the name ends in _s."""
+        scheduler = self._scheduler
+        return {
+            **{kind.value: 0 for kind in FinishKind},
+            **{
+                name: 0
+                for name in (
+                    "accepted",
+                    "sampled_tokens",
+                    "prefill_tokens",
+                    "prompt_tokens",
+                    "cached_tokens",
+                    "decode_launches",
+                    "starved",
+                    "moves",
+                )
+            },
+            **scheduler.counters,
+            **scheduler.gauges(),
+            "steps": self._steps,
+            "step_s": self._step_s,
+            "launch_s": self._executor.launch_s,
+            "version": self.version,
+            "updates": self._updates,
+        }
+
+    def check_integrity(self) -> None:
+        """Check every owner of state, and the tables against the plan where nothing is in flight. Raises: AssertionError."""
+        self._scheduler.check_integrity()
+        self._table.check_integrity()
+        assert not self._store.keys[:, 0].any() and not self._store.values[:, 0].any(), "the zero page was written"
+        if self._ring.num_pending:
+            return
+        state = {name: tensor.numpy() for name, tensor in self._path.row_state().items()}
+        for row, live in self._scheduler.rows_expected().items():
+            assert state["generation"][row] == live.generation, f"row {row} is of another request"
+            assert state["alive"][row], f"row {row} died unseen"
+            assert state["length"][row] == self._scheduler.known_tokens(live) - 1, f"row {row} has another length than the host knows"
+            assert state["page_table"][row, : len(live.pages)].tolist() == live.pages, f"row {row} has other pages than the host knows"
+
+    def close(self) -> None:
+        """Drop the open update; the engine holds nothing else beyond its memory."""
+        self.abort_update()
+
+    def _read(self, *, drain: bool) -> list[StepOutput]:
+        return [self._scheduler.consume(result) for result in self._ring.ready(drain=drain)]
+
+    def _open_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise NoUpdate("no update is open", limit="begin_update opens one", remedy="call begin_update first")
+        return self._update
+
+    def _judge(self, gaps: CanaryGaps) -> None:
+        if gaps.largest is None or gaps.mean is None or gaps.decode is None:
+            return
+        limit, mean_limit = self._resolved.canary_tolerance, self._resolved.canary_mean_tolerance
+        if gaps.largest <= limit and gaps.mean <= mean_limit and gaps.decode <= limit:
+            return
+        raise CanaryMismatch(
+            f"canaries differ from the trainer's log-probabilities: max {gaps.largest:.3g} at {gaps.worst}, mean {gaps.mean:.3g}, through decode {gaps.decode:.3g} nats",
+            field="canaries",
+            value=gaps.largest,
+            limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
+            remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
+        )
+
+
+def _make_path(config: EngineConfig, resolved: ResolvedConfig, forward: Forward, *, rows: int, slots: int) -> DecodePath:
+    sizes = {"num_rows": rows, "pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size, "sampling_slots": slots}
+    if config.decode_tables == "rebuilt":
+        return RebuiltPath(forward, **sizes)
+    return ResidentPath(forward, DecodeTables(max_forced=resolved.max_model_len, device=torch.device(config.device), **sizes))
+
+
+def _join(outputs: list[StepOutput], endings: tuple) -> StepOutput:
+    if not outputs:
+        return StepOutput.empty(endings)
+    if len(outputs) == 1:
+        names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
+        return StepOutput(**{name: getattr(outputs[0], name) for name in names}, finished=endings)
+    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
+    return StepOutput(**{name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}, finished=endings)

@@ -1,0 +1,118 @@
+"""Pages and rows: who may use which, by count of references. Host only, no torch.
+
+`PagePool` owns every page's reference count; tables and index nodes hold references, a page with none is free.
+`RowPool` hands out the lowest free row with a new generation, so that a row's name never means two requests.
+Invariant: free + referenced = all; a page that a row writes has exactly one reference.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+
+class PagePool:
+    """Reference counts over pages `first`..`first + num_pages - 1`."""
+
+    __slots__ = ("_first", "_free", "_references")
+
+    def __init__(self, num_pages: int, first: int) -> None:
+        self._first = first
+        self._free = np.arange(first + num_pages - 1, first - 1, -1, dtype=np.int32).tolist()
+        self._references = np.zeros(first + num_pages, dtype=np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages in the pool."""
+        return self._references.size - self._first
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages nobody refers to."""
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        """Return how many tables and index nodes name `page`."""
+        return int(self._references[page])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free pages, one reference each; the caller has made sure that they exist."""
+        assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        self._references[pages] = 1
+        return pages
+
+    def hold(self, page: int) -> None:
+        """Add a reference to a page that has one."""
+        assert self._references[page] > 0, f"page {page} is free and can't be shared"
+        self._references[page] += 1
+
+    def release(self, page: int) -> bool:
+        """Drop one reference; return whether the page became free."""
+        assert self._references[page] > 0, f"page {page} released more often than held"
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(int(page))
+            return True
+        return False
+
+    def check_integrity(self, expected: dict[int, int]) -> None:
+        """Compare the counts with `expected` references by page and with the free list."""
+        actual = {int(page): int(self._references[page]) for page in np.flatnonzero(self._references)}
+        assert actual == expected, f"page references differ: pool {actual}, holders {expected}"
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        assert all(self._references[page] == 0 and page >= self._first for page in self._free), "a free page is referenced or reserved"
+        assert len(self._free) + len(actual) == self.num_pages, f"{len(self._free)} free + {len(actual)} referenced != {self.num_pages}"
+
+
+class RowPool:
+    """Rows of the decode tables; the lowest free one first, so that buckets stay small."""
+
+    __slots__ = ("_free", "_generation", "_size", "_used")
+
+    def __init__(self, max_rows: int) -> None:
+        self._size = max_rows
+        self._free = list(range(max_rows))
+        self._used: set[int] = set()
+        self._generation = 0
+
+    @property
+    def num_free(self) -> int:
+        """Number of free rows."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Number of rows in use."""
+        return len(self._used)
+
+    @property
+    def highest_used(self) -> int:
+        """Largest row in use, -1 without one."""
+        return max(self._used, default=-1)
+
+    def allocate(self) -> tuple[int, int]:
+        """Take the lowest free row; return it with a generation that no row ever had."""
+        self._generation += 1
+        return self._take_lowest(), self._generation
+
+    def move_down(self, row: int) -> int:
+        """Exchange a used row for the lowest free one and return that; the generation goes along with the request."""
+        lower = self._take_lowest()
+        self.release(row)
+        return lower
+
+    def _take_lowest(self) -> int:
+        row = heapq.heappop(self._free)
+        self._used.add(row)
+        return row
+
+    def release(self, row: int) -> None:
+        """Give a row back."""
+        self._used.remove(row)
+        heapq.heappush(self._free, row)
+
+    def check_integrity(self) -> None:
+        """Check that every row is either free or used."""
+        assert sorted([*self._free, *self._used]) == list(range(self._size)), "rows are lost or doubled"

@@ -1,0 +1,47 @@
+"""The K/V tensors: pages of G tokens for every layer, and the two pages that no request owns.
+
+The zero page is never written: dead lanes read it, so their attention output is exactly zero. The sink page is never
+read: dead lanes and padding write there. The executor is the only caller; addresses never change.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from areno.config import SINK_PAGE
+
+
+class KVStore:
+    """Paged keys and values. Shapes: `keys`, `values` [L, N, G, K, D]; slots number tokens as page * G + offset."""
+
+    __slots__ = ("_flat_keys", "_flat_values", "keys", "page_size", "values")
+
+    def __init__(
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        self.page_size = page_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        flat = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
+        self._flat_keys = self.keys.view(flat)
+        self._flat_values = self.values.view(flat)
+
+    @property
+    def sink_slot(self) -> int:
+        """Slot where writes without an owner go."""
+        return SINK_PAGE * self.page_size
+
+    def write(self, layer: int, slots_T: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        """Store keys and values of T tokens. Mutates: the pages named by `slots_T`."""
+        self._flat_keys[layer].index_copy_(0, slots_T, k_TKD)
+        self._flat_values[layer].index_copy_(0, slots_T, v_TKD)
+
+    def gather(self, layer: int, tables_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of B page lists. Shapes: [B, K, P * G, D], strided."""
+        num_rows, num_pages = tables_BP.shape
+        flat = tables_BP.reshape(-1)
+        shape = (num_rows, num_pages * self.page_size, *self.keys.shape[3:])
+        keys = self.keys[layer].index_select(0, flat).view(shape)
+        values = self.values[layer].index_select(0, flat).view(shape)
+        return keys.transpose(1, 2), values.transpose(1, 2)

@@ -1,0 +1,148 @@
+"""Attention over the paged store, as the decoder layers call it: write this step's keys and values, then attend.
+
+`DecodeAttention` serves one token per lane, `PrefillAttention` packed prompt chunks that may continue a cached
+prefix, `DenseAttention` whole sequences without a store (scoring). Each is made once per launch and called once per layer.
+
+On the CPU one fused call handles a whole batch: query heads that share a K/V head are folded into the query length,
+so the keys are never expanded, and lanes of other lengths are masked. Trailing masked keys add exact zeros in that
+kernel, so a row's bits depend neither on its neighbours nor on the padded length (a test holds it to that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from areno.kv.store import KVStore
+
+PAD_TOKENS = 64
+
+
+def _fold(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Fold [B, T, H, D] into [B, K, (H / K) * T, D]."""
+    batch, tokens, heads, dim = q.shape
+    return q.view(batch, tokens, num_kv_heads, heads // num_kv_heads, dim).permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, -1, dim)
+
+
+def _unfold(out: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Undo `_fold`: [B, K, g * T, D] into [B, T, H, D]."""
+    batch, num_kv_heads, folded, dim = out.shape
+    return out.view(batch, num_kv_heads, folded // tokens, tokens, dim).permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, dim)
+
+
+class DecodeAttention:
+    """One query per lane. Shapes: tables [B, P] int64, lengths [B] counting the token of this step; none is above `longest`."""
+
+    __slots__ = ("_bias", "_slots", "_store", "_tables")
+
+    def __init__(
+        self, store: KVStore, tables_BP: torch.Tensor, slots_B: torch.Tensor, lengths_B: torch.Tensor, longest: int, dtype: torch.dtype
+    ) -> None:
+        self._store, self._slots = store, slots_B
+        page_size = store.page_size
+        step = max(PAD_TOKENS // page_size, 1)
+        needed = -(-longest // page_size)
+        width = min(-(-needed // step) * step, tables_BP.shape[1])
+        self._tables = tables_BP[:, :width]
+        beyond = torch.arange(width * page_size, device=lengths_B.device)[None, :] >= lengths_B[:, None]
+        self._bias = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None, :]
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        self._store.write(layer, self._slots, k_TKD, v_TKD)
+        keys, values = self._store.gather(layer, self._tables)
+        batch, heads, dim = q_THD.shape
+        kv_heads = k_TKD.shape[1]
+        q = q_THD.view(batch, kv_heads, heads // kv_heads, dim)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._bias).reshape(batch, heads, dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkGroup:
+    """Chunks of similar size that attend in one call. Shapes: token_index [S, Q] into the packed tokens, tables [S, P], bias [S, 1, Q, P * G]."""
+
+    token_index: torch.Tensor
+    valid: torch.Tensor
+    tables: torch.Tensor
+    bias: torch.Tensor
+
+
+def group_chunks(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    offsets: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    page_size: int,
+    dtype: torch.dtype,
+) -> list[ChunkGroup]:
+    """Sort chunks into groups whose padding stays within a factor of two.
+
+    `starts[i]` is the first position of chunk i, `counts[i]` its tokens, `offsets[i]` its place in the packed batch,
+    `tables[i]` the pages that hold positions 0..starts[i] + counts[i] - 1.
+    """
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for chunk, (start, count) in enumerate(zip(starts, counts)):
+        buckets.setdefault(((count - 1).bit_length(), (start + count - 1).bit_length()), []).append(chunk)
+    groups = []
+    for members in buckets.values():
+        width = max(counts[m] for m in members)
+        pages = max(len(tables[m]) for m in members)
+        table = torch.zeros((len(members), pages), dtype=torch.int64)
+        for place, member in enumerate(members):
+            table[place, : len(tables[member])] = torch.as_tensor(tables[member], dtype=torch.int64)
+        start, count, offset = (
+            torch.as_tensor([values[m] for m in members], dtype=torch.int64)[:, None] for values in (starts, counts, offsets)
+        )
+        column = torch.arange(width)[None, :]
+        valid = column < count
+        position = start + torch.minimum(column, count - 1)
+        hidden = torch.arange(pages * page_size)[None, None, :] > position[:, :, None]
+        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None]
+        groups.append(ChunkGroup(token_index=offset + torch.minimum(column, count - 1), valid=valid, tables=table, bias=bias))
+    return groups
+
+
+class PrefillAttention:
+    """Packed chunks, each over its own pages: cached prefix, earlier chunks and itself, causally."""
+
+    __slots__ = ("_groups", "_slots", "_store")
+
+    def __init__(self, store: KVStore, groups: Sequence[ChunkGroup], slots_T: torch.Tensor) -> None:
+        self._store, self._groups, self._slots = store, groups, slots_T
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        self._store.write(layer, self._slots, k_TKD, v_TKD)
+        kv_heads = k_TKD.shape[1]
+        share = q_THD.shape[1] // kv_heads
+        out = torch.zeros_like(q_THD)
+        for group in self._groups:
+            keys, values = self._store.gather(layer, group.tables)
+            q = _fold(q_THD[group.token_index], kv_heads)
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.bias.repeat(1, 1, share, 1))
+            unfolded = _unfold(attended, group.token_index.shape[1])
+            out[group.token_index[group.valid]] = unfolded[group.valid]
+        return out
+
+
+class DenseAttention:
+    """Whole sequences laid end to end, without a store; used to score given ids."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        share = q_THD.shape[1] // k_TKD.shape[1]
+        parts = []
+        start = 0
+        for length in self._lengths:
+            q, k, v = (tensor[start : start + length].transpose(0, 1)[None] for tensor in (q_THD, k_TKD, v_TKD))
+            k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
+            start += length
+        if start < q_THD.shape[0]:
+            parts.append(torch.zeros_like(q_THD[start:]))
+        return torch.cat(parts)
