@@ -37,7 +37,7 @@ _HOME = {
     "GroupTask": "trainer_bridge.groups",
     "RolloutGroup": "trainer_bridge.groups",
     "RolloutSource": "trainer_bridge.source",
-    "SourceStats": "trainer_bridge.source",
+    "SourceStats": "trainer_bridge.flight",
     "each_member": "trainer_bridge.groups",
     "PushReport": "trainer_bridge.weights.push",
     "WeightPush": "trainer_bridge.weights.push",

@@ -107,7 +107,7 @@ def test_groups_over_the_staleness_bound_are_dropped_counted_and_played_again(pl
 def test_staleness_counts_from_the_oldest_sampled_token_of_the_group(play: Play) -> None:
     async def mixed(task: GroupTask[Any]) -> list[TrainingSample]:
         versions = (3, 5) if task.attempt == 0 else (5, 5)
-        return [make_sample(version=version, member=member) for member, version in enumerate(versions)]
+        return [make_sample(version=version, group_id=task.index, member=member) for member, version in enumerate(versions)]
 
     with make_source(range(1), mixed, max_staleness=1, version=lambda: 5) as source:
         (group,) = source.next(1)
@@ -128,7 +128,7 @@ def test_with_staleness_zero_nothing_runs_while_the_trainer_works(play: Play) ->
 
 
 def test_tokens_newer_than_the_trainers_version_are_an_error_after_a_grace(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_bridge.source.VERSION_GRACE_S", 0.1)
+    monkeypatch.setattr("trainer_bridge.flight.VERSION_GRACE_S", 0.1)
     play.version = 3
     known = 3
     with make_source(range(2), play, version=lambda: known) as source:
@@ -162,7 +162,7 @@ def test_failures_are_counted_by_cause_and_the_prompt_runs_again() -> None:
         tries[task.index] += 1
         if tries[task.index] == 1:
             raise TimeoutError("slow") if task.index % 2 else RolloutShortfall("no", failures={})
-        return [make_sample(member=member) for member in range(2)]
+        return [make_sample(group_id=task.index, member=member) for member in range(2)]
 
     with make_source(range(4), flaky, max_ahead=4) as source:
         assert sorted(group.index for group in source.next(4)) == [0, 1, 2, 3]
@@ -173,7 +173,7 @@ def test_failures_are_counted_by_cause_and_the_prompt_runs_again() -> None:
 def test_a_prompt_that_keeps_failing_raises_with_its_cause_and_is_not_lost(play: Play) -> None:
     play.failing = {1: ConnectionError("the service is gone")}
     with make_source(range(3), play, max_ahead=3, max_attempts=2) as source:
-        with pytest.raises(RolloutShortfall, match=r"failed 2 times.*the service is gone") as caught:
+        with pytest.raises(RolloutShortfall, match=r"failed 2 times, last with.*the service is gone") as caught:
             source.next(3)
         assert isinstance(caught.value.__cause__, ConnectionError)
         assert caught.value.failures == {"ConnectionError": 2}
@@ -363,7 +363,7 @@ def test_a_member_that_raises_fails_the_group_under_its_own_cause(play: Play) ->
         if member == 1 and task.attempt == 0:
             raise TimeoutError
         await asyncio.sleep(0.001)
-        return make_sample(member=member)
+        return make_sample(group_id=task.index, member=member)
 
     with make_source(range(1), each_member(episode)) as source:
         assert source.next(1)[0].attempt == 1
@@ -384,3 +384,34 @@ def test_options_outside_their_domain_are_refused_by_name(play: Play, option: st
     with pytest.raises(InvalidOption) as caught:
         make_source(range(3), play, **{option: value})
     assert caught.value.field == option and caught.value.remedy
+
+
+def test_a_sample_of_another_group_is_refused() -> None:
+    async def careless(task: GroupTask[int]) -> list[TrainingSample]:
+        return [make_sample(group_id=0, member=member) for member in range(2)]
+
+    with make_source(range(2), careless) as source:
+        with pytest.raises(RolloutShortfall, match=r"make samples with group_id=task\.index"):
+            source.next(2)
+
+
+def test_a_cancellation_inside_a_group_is_a_failure_like_any_other() -> None:
+    async def cancelled(task: GroupTask[int]) -> list[TrainingSample]:
+        if task.attempt == 0:
+            raise asyncio.CancelledError
+        return [make_sample(group_id=task.index, member=member) for member in range(2)]
+
+    with make_source(range(2), cancelled) as source:
+        assert len(source.next(2)) == 2
+        assert source.stats().failures == {"CancelledError": 2}
+
+
+def test_prompts_that_raise_are_told_to_the_taker(play: Play) -> None:
+    def broken() -> Iterator[int]:
+        yield 0
+        raise OSError("disk")
+
+    with make_source(broken(), play) as source:
+        assert source.next(1)[0].index == 0
+        with pytest.raises(RolloutShortfall, match=r"the prompts raised.*disk"):
+            source.next(1)
