@@ -1,0 +1,54 @@
+"""Episodes for agent loops: exact token records, chat rendering, tools, environments, and a runner for many at once.
+
+Names load on first use, so that importing this package loads neither transformers nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "AgentError": "rollout.agent.errors",
+    "BadCall": "rollout.agent.tools",
+    "ChatFormat": "rollout.agent.chat",
+    "ChatFormatError": "rollout.agent.errors",
+    "Environment": "rollout.agent.environment",
+    "Episode": "rollout.agent.episode",
+    "EpisodeLimits": "rollout.agent.episode",
+    "EpisodeResult": "rollout.agent.runner",
+    "EpisodeRow": "rollout.agent.record",
+    "EpisodeStateError": "rollout.agent.errors",
+    "EpisodeStatus": "rollout.agent.episode",
+    "EpisodeTask": "rollout.agent.runner",
+    "Failure": "rollout.agent.runner",
+    "FailureKind": "rollout.agent.runner",
+    "InvalidEpisode": "rollout.agent.errors",
+    "Limit": "rollout.agent.episode",
+    "PhaseTimeouts": "rollout.agent.runner",
+    "Progress": "rollout.agent.runner",
+    "Start": "rollout.agent.environment",
+    "Step": "rollout.agent.environment",
+    "TokenizerMismatch": "rollout.agent.errors",
+    "Tool": "rollout.agent.tools",
+    "ToolBox": "rollout.agent.tools",
+    "ToolCall": "rollout.agent.tools",
+    "ToolError": "rollout.agent.tools",
+    "ToolResult": "rollout.agent.tools",
+    "Turn": "rollout.agent.episode",
+    "TurnRecord": "rollout.agent.record",
+    "TurnSampling": "rollout.agent.episode",
+    "derive_seed": "rollout.agent.seeds",
+    "group_tasks": "rollout.agent.runner",
+    "run_episode": "rollout.agent.runner",
+    "run_episodes": "rollout.agent.runner",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rollout.agent' has no attribute {name!r}; known: {', '.join(__all__)}")
+    return getattr(importlib.import_module(home), name)

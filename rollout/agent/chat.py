@@ -1,0 +1,211 @@
+"""Messages in, token ids out, exactly as the model's own template and tokenizer write them.
+
+A `ChatFormat` is made from the service's tokenizer files, never from a name that could resolve to something else. It renders
+through transformers' sandboxed template environment and encodes with the tokenizer's own rules; it loads no torch. Episodes
+share one format; it is immutable. Invariants: rendering clean messages gives the ids of `apply_chat_template(tokenize=True)`,
+a start token is never doubled, and untrusted text never becomes a control id.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.agent.controls import ControlText, Placeholders
+from rollout.agent.errors import ChatFormatError
+from rollout.tokenizer_files import tokenizer_digest
+
+Message = Mapping[str, Any]
+
+# Of the files that a service sends, those that say how text becomes ids.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
+
+
+class TokenizerSource(Protocol):
+    """Whoever hands out the tokenizer files of the served model."""
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the files' contents by name."""
+        ...
+
+
+class ChatFormat:
+    """One model's tokenizer and chat template.
+
+    `template_kwargs` go to every rendering (for example `enable_thinking=False`). Text of the roles in `trusted_roles`, written
+    by the program's author or sampled by the model, may hold control tokens; text of every other role may not.
+    """
+
+    __slots__ = (
+        "_bos",
+        "_controls",
+        "_template_kwargs",
+        "_tokenizer",
+        "_wrapper",
+        "end_of_turn_id",
+        "template",
+        "tokenizer_digest",
+        "trusted_roles",
+    )
+
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        trusted_roles: Iterable[str] = TRUSTED_ROLES,
+    ):
+        """Load the tokenizer and its template. Raises: ChatFormatError."""
+        from tokenizers import Tokenizer
+
+        if "tokenizer.json" not in files:
+            raise ChatFormatError(
+                "the tokenizer files lack tokenizer.json",
+                field="files",
+                value=sorted(files),
+                limit="a fast tokenizer is needed",
+                remedy="put tokenizer.json next to the model",
+            )
+        self.tokenizer_digest = str(tokenizer_digest(files))
+        self._wrapper = _load_wrapper(files)
+        self._tokenizer = Tokenizer.from_str(self._wrapper.backend_tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._controls = ControlText(self._tokenizer)
+        self._template_kwargs = dict(template_kwargs or {})
+        self.trusted_roles = frozenset(trusted_roles)
+        self.template: str | None = self._wrapper.chat_template if isinstance(self._wrapper.chat_template, str) else None
+        bos = self._wrapper.bos_token_id
+        added = self._tokenizer.encode("", add_special_tokens=True).ids
+        self._bos: int | None = bos if bos is not None and added[:1] == [bos] else None
+        self.end_of_turn_id = self._find_end_of_turn()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, **options: Any) -> ChatFormat:
+        """Load the format from a model folder on this machine. Raises: ChatFormatError."""
+        paths = (Path(folder) / name for name in TOKENIZER_FILES)
+        return cls({path.name: path.read_bytes() for path in paths if path.is_file()}, **options)
+
+    @classmethod
+    async def of(cls, client: TokenizerSource, **options: Any) -> ChatFormat:
+        """Load the format that `client`'s service serves. Raises: ChatFormatError."""
+        return cls(await client.tokenizer_files(), **options)
+
+    def placeholders(self) -> Placeholders:
+        """Return fresh placeholders for one conversation."""
+        return Placeholders(self._controls)
+
+    def prompt_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> np.ndarray:
+        """Return the ids of a rendered conversation, int32 [n]. Raises: ChatFormatError, UntrustedControlToken."""
+        placeholders = self.placeholders()
+        text = self.render(self.mark(messages, placeholders), tools=placeholders.mark(tools), add_generation_prompt=add_generation_prompt)
+        return self.encode_rendered(text, placeholders)
+
+    def rendered_ids(self, text: str) -> np.ndarray:
+        """Return the ids of text that a template already rendered: control tokens count, nothing is added, int32 [n]."""
+        return np.array(self._controls.encode_trusted(_clean(text)), np.int32)
+
+    def text_ids(self, text: str) -> np.ndarray:
+        """Return the ids of plain text: control tokens stay text; a start token comes first if the tokenizer adds one."""
+        start = [] if self._bos is None else [self._bos]
+        return np.array(start + self._controls.encode_plain(_clean(text), inner=False), np.int32)
+
+    def fragment_ids(self, text: str) -> np.ndarray:
+        """Return the ids of a piece of text inside a row, in which nothing is a control token, int32 [n]."""
+        return np.array(self._controls.encode_plain(text, inner=True) if text else [], np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, control tokens included. For people and parsers: never encode the result."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def mark(self, messages: Sequence[Message], placeholders: Placeholders) -> list[dict[str, Any]]:
+        """Return copies of messages in which untrusted text hides its control tokens behind placeholders."""
+        return [self._marked(message, placeholders) for message in messages]
+
+    def _marked(self, message: Message, placeholders: Placeholders) -> dict[str, Any]:
+        clean = _clean(message)
+        if clean.get("role") in self.trusted_roles:
+            return clean
+        return {key: value if key == "role" else placeholders.mark(value) for key, value in clean.items()}
+
+    def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the template writes it. Raises: ChatFormatError."""
+        if self._wrapper.chat_template is None:
+            raise ChatFormatError(
+                "the model has no chat template",
+                field="chat_template",
+                limit="messages need one",
+                remedy="add chat_template.jinja to the model's folder, or start the episode from ids or text",
+            )
+        try:
+            return self._wrapper.apply_chat_template(
+                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+            )
+        except Exception as error:  # a template is foreign code: it may raise anything
+            roles = [message.get("role") if isinstance(message, Mapping) else type(message).__name__ for message in messages]
+            raise ChatFormatError(
+                f"the chat template refused a conversation of roles {roles[-8:]}: {type(error).__name__}: {str(error)[:300]}",
+                field="messages",
+                value=roles,
+                remedy="use roles and an order that this model's template knows",
+            ) from error
+
+    def encode_rendered(self, text: str, placeholders: Placeholders) -> np.ndarray:
+        """Return the ids of text rendered from marked messages, int32 [n]. Raises: UntrustedControlToken."""
+        return np.array(self._controls.encode_rendered(text, placeholders), np.int32)
+
+    def _find_end_of_turn(self) -> int | None:
+        """Return the control id that the template writes right after a reply, None if it writes none."""
+        if self._wrapper.chat_template is None:
+            return None
+        reply = self.placeholders().reply(0)
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}, {"role": "user", "content": "b"}]
+        try:
+            _, found, after = self.render(talk).partition(reply)
+        except ChatFormatError:
+            return None
+        first = self._controls.encode_trusted(after)[:1] if found else []
+        return first[0] if first and first[0] in self._controls.ids else None
+
+
+def _clean(value: Any) -> Any:
+    """Return `value` with lone surrogates replaced: they have no UTF-8 form, and no tokenizer takes them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return value
+
+
+def _load_wrapper(files: Mapping[str, bytes]) -> Any:
+    """Return transformers' tokenizer over the files; the class named in them is data here, never code to run."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="chat-format-") as folder:
+            for name in TOKENIZER_FILES:
+                if name in files:
+                    (Path(folder) / name).write_bytes(_without_class(files[name]) if name == "tokenizer_config.json" else files[name])
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the loaders raise whatever their parsers raise
+        raise ChatFormatError(
+            f"the tokenizer files cannot be loaded: {type(error).__name__}: {str(error)[:300]}",
+            field="files",
+            value=sorted(files),
+            remedy="check tokenizer.json and tokenizer_config.json of the served model",
+        ) from error
+
+
+def _without_class(config: bytes) -> bytes:
+    loaded = json.loads(config)
+    return json.dumps({key: value for key, value in loaded.items() if key not in {"tokenizer_class", "auto_map"}}).encode()

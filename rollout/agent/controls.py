@@ -1,0 +1,159 @@
+"""Control tokens in text that must stay text.
+
+A tool result that spells `<|im_end|>` must never end a turn. Before a template renders, every control token's text inside
+untrusted strings is swapped for a placeholder that no one can guess; after rendering, the stretch between the template's own
+control tokens that holds a placeholder is encoded with control tokens off, and everything else exactly as the tokenizer does.
+Text without such a spelling is never treated apart. One `ControlText` belongs to one tokenizer and is shared; the
+placeholders belong to one conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from rollout.agent.errors import UntrustedControlToken
+
+
+class Placeholders:
+    """The placeholders of one conversation: `mark` swaps control texts out, `restore` brings them back.
+
+    The names hold 64 random bits, so no text of the conversation can hold one by chance or design; they are plain letters and
+    digits, so no JSON escaping and no trimming in a template touches them.
+    """
+
+    __slots__ = ("_controls", "_names", "_nonce", "_texts")
+
+    def __init__(self, controls: ControlText):
+        self._controls = controls
+        self._nonce = f"qz{secrets.token_hex(8)}"
+        self._texts: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def _name(self, kind: str, number: int) -> str:
+        return f"{self._nonce}{kind}{number}z"
+
+    def reply(self, number: int) -> str:
+        """Return the name that stands for sampled reply `number`."""
+        return self._name("r", number)
+
+    def _hide(self, text: str) -> str:
+        name = self._names.get(text)
+        if name is None:
+            name = self._names[text] = self._name("c", len(self._texts))
+            self._texts[name] = text
+        return name
+
+    def mark(self, value: Any) -> Any:
+        """Return `value` (a string, or lists and dicts of them) with every control token's text hidden."""
+        if isinstance(value, str):
+            marked = self._controls.pattern.sub(lambda match: self._hide(match.group()), value)
+            return self._hide(value) if self._controls.yields_controls(marked) else marked
+        if isinstance(value, dict):
+            return {key: self.mark(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(item) for item in value]
+        return value
+
+    def pattern(self) -> re.Pattern[str] | None:
+        """Return what matches any placeholder made so far, None if there is none."""
+        return re.compile("|".join(map(re.escape, sorted(self._texts, key=len, reverse=True)))) if self._texts else None
+
+    def restore(self, text: str) -> str:
+        """Return rendered text with the hidden texts back in place."""
+        pattern = self.pattern()
+        return text if pattern is None else pattern.sub(lambda match: self._texts[match.group()], text)
+
+
+class ControlText:
+    """One tokenizer's control tokens, and encoding with and without them.
+
+    Every added token counts as control, special or not: `<tool_call>` and `<think>` are as binding as the end of a turn.
+    """
+
+    __slots__ = ("_full", "_normalized", "_plain", "_spaced", "_strips", "ids", "pattern")
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers import Tokenizer
+
+        self._full = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.ids = frozenset(added)
+        contents = sorted({token.content for token in added.values() if token.content}, key=lambda text: (-len(text), text))
+        self.pattern = re.compile("|".join(map(re.escape, contents)) if contents else "(?!)")
+        self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
+        description = json.loads(tokenizer.to_str())
+        self._normalized = description.get("normalizer") is not None and any(token.normalized for token in added.values())
+        description["added_tokens"] = []
+        description["post_processor"] = None
+        self._plain = Tokenizer.from_str(json.dumps(description))
+        layout = json.dumps([description.get("pre_tokenizer"), description.get("normalizer")])
+        self._spaced = '"Metaspace"' in layout or '"Prepend"' in layout
+
+    def yields_controls(self, text: str) -> bool:
+        """Return whether `text` becomes a control id only after normalisation, which the pattern cannot see."""
+        return self._normalized and not self.ids.isdisjoint(self._full.encode(text, add_special_tokens=False).ids)
+
+    def encode_trusted(self, text: str) -> list[int]:
+        """Return the ids of text that may hold control tokens; nothing is added at either end."""
+        return self._full.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str, *, inner: bool) -> list[int]:
+        """Return the ids of text in which nothing is a control token; `inner` says that other ids come before it.
+
+        Raises: UntrustedControlToken when the vocabulary leaves no other way to write the text.
+        """
+        ids = self._encode_piece(text, inner=inner)
+        if self.ids.isdisjoint(ids):
+            return ids
+        ids = [i for character in text for i in self._encode_piece(character, inner=True)]
+        if self.ids.isdisjoint(ids):
+            return ids
+        raise UntrustedControlToken(
+            f"the text {text[:60]!r} encodes to a control id even character by character",
+            field="content",
+            value=text[:60],
+            limit="tool and user text never yields control ids",
+            remedy="replace these characters before you observe them",
+        )
+
+    def _encode_piece(self, text: str, *, inner: bool) -> list[int]:
+        if inner and self._spaced:
+            # SentencePiece-like tokenizers put a space before the first word of whatever they get.
+            lead = self._plain.encode("\n", add_special_tokens=False).ids
+            ids = self._plain.encode("\n" + text, add_special_tokens=False).ids
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :]
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_rendered(self, text: str, placeholders: Placeholders) -> list[int]:
+        """Return the ids of rendered text: the template's control tokens are control, the hidden ones are text."""
+        hidden = placeholders.pattern()
+        if hidden is None or not hidden.search(text):
+            return self.encode_trusted(text)
+        ids: list[int] = []
+        clean_from = 0
+        for start, end in self._plain_runs(text):
+            if not hidden.search(text, start, end):
+                continue
+            if clean_from < start:
+                ids += self.encode_trusted(text[clean_from:start])
+            ids += self.encode_plain(placeholders.restore(text[start:end]), inner=start > 0)
+            clean_from = end
+        if clean_from < len(text):
+            ids += self.encode_trusted(text[clean_from:])
+        return ids
+
+    def _plain_runs(self, text: str) -> Iterable[tuple[int, int]]:
+        """Yield the stretches between control tokens; whitespace that a control token swallows belongs to the token."""
+        start, swallows = 0, False
+        for match in [*self.pattern.finditer(text), None]:
+            end = match.start() if match else len(text)
+            run = text[start:end]
+            first = start + (len(run) - len(run.lstrip()) if swallows else 0)
+            lstrip, swallows = self._strips[match.group()] if match else (False, False)
+            yield first, max(first, end - (len(run) - len(run.rstrip()) if lstrip else 0))
+            start = match.end() if match else end

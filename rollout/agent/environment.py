@@ -1,0 +1,50 @@
+"""What a task gives the runner: the first messages, what follows each turn, and the score.
+
+An environment lives for one episode and is used by one episode at a time. Its methods may be `async def`, which is the fast way,
+or plain functions, which then run in a thread of their own; either way each call has a time-out and its failures are data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from rollout.agent.chat import Message
+from rollout.agent.episode import Episode, Turn
+from rollout.agent.tools import Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an episode begins: its messages and, where a task has any, the tools that the model may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What follows a turn: messages for the policy, or the end (`done`; messages are not shown then)."""
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+
+
+StartLike: TypeAlias = Start | Sequence[Message]
+
+
+class Environment(Protocol):
+    """One task, played once. An optional method `close()` is called at the end, whatever happened."""
+
+    def reset(self, seed: int) -> StartLike | Awaitable[StartLike]:
+        """Return how the episode begins; equal seeds begin equally, for every member of a group."""
+        ...
+
+    def step(self, turn: Turn) -> Step | Awaitable[Step]:
+        """Return what follows a turn without tool calls (turns with calls are answered by the tools)."""
+        ...
+
+    def score(self, episode: Episode) -> float | Awaitable[float]:
+        """Return the reward of an episode that ended, also of one that a limit or bad calls ended (see its status)."""
+        ...

@@ -1,0 +1,508 @@
+"""One episode: a conversation with a policy whose token record is exact.
+
+    prompt -> act -> observe -> act -> ... -> finish          rows() at any time
+
+An `Episode` owns its token record, its conversation and its status; nobody else writes them. It sends ids and keeps the ids that
+come back: the next prompt is always the row so far, never a text encoded again. It talks to a service through the four calls of
+`PolicyClient` and holds no connection of its own. Invariant: every sampled token is in exactly one row, with the log-probability
+and the weights' version that the service reported, and an episode that ended stays as it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.agent.chat import ChatFormat, Message
+from rollout.agent.conversation import Conversation
+from rollout.agent.errors import EpisodeStateError, InvalidEpisode, TokenizerMismatch
+from rollout.agent.record import EpisodeRow, GenerationLike, TokenRecord, TurnRecord
+from rollout.agent.seeds import derive_seed
+from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
+
+CANCEL_WAIT_S = 2.0
+
+
+class PolicyClient(Protocol):
+    """What an episode needs of a client."""
+
+    async def generate(self, prompt_ids: np.ndarray, **options: Any) -> Any:
+        """Sample a continuation of ids."""
+        ...
+
+    async def cancel(self, request_id: bytes) -> Any:
+        """End a request; what it sampled comes back from `generate`."""
+        ...
+
+    async def info(self) -> Any:
+        """Return the service's limits and digests."""
+        ...
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the tokenizer's files by name."""
+        ...
+
+
+class EpisodeStatus(enum.StrEnum):
+    """How an episode stands; all but `running` are terminal."""
+
+    RUNNING = "running"
+    DONE = "done"
+    TRUNCATED = "truncated"
+    BAD_CALLS = "bad_calls"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Limit(enum.StrEnum):
+    """The limit that cut a turn or an episode."""
+
+    MAX_TURNS = "max_turns"
+    MAX_NEW_TOKENS = "max_new_tokens"
+    MAX_TOTAL_TOKENS = "max_total_tokens"
+    CONTEXT = "context"
+    DEADLINE = "deadline_s"
+    MAX_BAD_TURNS = "max_bad_turns"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Bounds of an episode. `max_total_tokens` counts a row (absent: the service's context); `max_new_tokens` bounds each turn.
+
+    An episode ends with status `bad_calls` after `max_bad_turns` turns in a row that hold a bad tool call and no good one.
+    Raises: InvalidEpisode.
+    """
+
+    max_turns: int | None = None
+    max_total_tokens: int | None = None
+    max_new_tokens: int = 256
+    max_bad_turns: int = 3
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidEpisode(
+                    f"{field.name}={value!r}", field=field.name, value=value, limit="an integer of at least 1", remedy=f"set {field.name}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSampling:
+    """How turns are drawn; `act` may replace any of it for one turn. Values are checked by the service.
+
+    `max_new_tokens` absent: the episode's limit. `seed` absent: derived from the episode's seed and the turn's number.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    forced_ids: Sequence[int] | None = None
+    logprobs: bool = True
+    min_version: int | None = None
+    deadline_s: float | None = None
+
+    def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
+        """Return a copy with changes. Raises: InvalidEpisode for an unknown name."""
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise InvalidEpisode(
+                    f"there is no sampling option {name!r}",
+                    field=name,
+                    value=changes[name],
+                    limit=f"known: {', '.join(sorted(known))}",
+                    remedy="use one of these",
+                )
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One sampled turn as the agent loop sees it.
+
+    `ids` int32 are all sampled ids, the end-of-turn included; `text` leaves that one out and keeps every other control token.
+    `limit` names what cut the turn, None if it ended by itself. `record` tells how it was drawn.
+    """
+
+    index: int
+    ids: np.ndarray
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    bad_calls: tuple[BadCall, ...]
+    limit: Limit | None
+    record: TurnRecord
+    generation: GenerationLike
+
+    @property
+    def finish_reason(self) -> str:
+        """Return "stop", "length", "cancelled" or "expired"."""
+        return self.record.finish_kind
+
+    @property
+    def calls_tools(self) -> bool:
+        """Return whether the reply holds tool calls, good or bad."""
+        return bool(self.tool_calls or self.bad_calls)
+
+
+class Episode:
+    """A multi-turn rollout. Make it with `open`, or directly where info and format are at hand already.
+
+    Starts from exactly one of `messages` (rendered with the model's template), `text` (plain: control tokens stay text, a start
+    token is added once if the tokenizer adds one), `rendered` (text that a template rendered: taken as it is) and `prompt_ids`
+    (untouched). Raises: InvalidEpisode, TokenizerMismatch, ChatFormatError.
+    """
+
+    __slots__ = (
+        "_awaits_act",
+        "_bad_turns",
+        "_client",
+        "_context",
+        "_conversation",
+        "_eos_ids",
+        "_format",
+        "_in_flight",
+        "_limits",
+        "_options",
+        "_record",
+        "_sampling",
+        "_tools",
+        "_total_limit",
+        "limit",
+        "lineage",
+        "reason",
+        "seed",
+        "status",
+    )
+
+    def __init__(
+        self,
+        client: PolicyClient,
+        *,
+        info: Any,
+        format: ChatFormat | None = None,
+        messages: Sequence[Message] | None = None,
+        text: str | None = None,
+        rendered: str | None = None,
+        prompt_ids: Sequence[int] | np.ndarray | None = None,
+        tools: ToolBox | Iterable[Tool | Callable[..., Any]] = (),
+        seed: int | None = None,
+        sampling: TurnSampling | None = None,
+        limits: EpisodeLimits | None = None,
+        lineage: str | None = None,
+        cache_salt: str | None = None,
+        kv_policy: str = "keep",
+        max_kv_lag: int = 4,
+    ):
+        starts = {"messages": messages, "text": text, "rendered": rendered, "prompt_ids": prompt_ids}
+        given = {name for name, value in starts.items() if value is not None}
+        if len(given) != 1:
+            raise InvalidEpisode(
+                f"the episode starts from {sorted(given) or 'nothing'}",
+                field="messages",
+                value=sorted(given),
+                limit="exactly one of messages, text, rendered, prompt_ids",
+                remedy="pass one of them",
+            )
+        if format is None and prompt_ids is None:
+            raise InvalidEpisode(
+                "there is no chat format", field="format", limit=f"{given.pop()} needs one", remedy="use Episode.open, or pass format="
+            )
+        check_tokenizer(format, info)
+        self._client, self._format = client, format
+        self._tools = tools if isinstance(tools, ToolBox) else ToolBox(tools)
+        self._limits, self._sampling = limits or EpisodeLimits(), sampling or TurnSampling()
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self.lineage = lineage or secrets.token_hex(16)
+        self._options = {"lineage": self.lineage, "cache_salt": cache_salt, "kv_policy": kv_policy, "max_kv_lag": max_kv_lag}
+        self._eos_ids = frozenset(getattr(info.engine, "eos_ids", ()))
+        self._context, self._total_limit = _total_tokens(info, self._limits)
+        self.status = EpisodeStatus.RUNNING
+        self.limit: Limit | None = None
+        self.reason: str | None = None
+        self._in_flight: bytes | None = None
+        self._bad_turns = 0
+        self._record = TokenRecord()
+        self._conversation: Conversation | None = None
+        self._awaits_act = True
+        self._append(self._prompt(messages, text, rendered, prompt_ids), forks=False)
+
+    def _prompt(self, messages: Sequence[Message] | None, text: str | None, rendered: str | None, prompt_ids: Any) -> np.ndarray:
+        if self._format is not None and messages is not None:
+            self._conversation = Conversation(self._format, messages, self._tools.schemas)
+            return self._conversation.start()
+        if self._format is not None and text is not None:
+            return self._format.text_ids(text)
+        if self._format is not None and rendered is not None:
+            return self._format.rendered_ids(rendered)
+        return _checked_ids(prompt_ids)
+
+    @classmethod
+    async def open(cls, client: PolicyClient, *, format: ChatFormat | None = None, info: Any = None, **options: Any) -> Episode:
+        """Start an episode with what the service says about itself; pass `format` to load the tokenizer only once.
+
+        Raises: as the constructor, and what the client raises.
+        """
+        if info is None:
+            info = await client.info()
+        if format is None and options.get("prompt_ids") is None:
+            format = await ChatFormat.of(client)
+        return cls(client, info=info, format=format, **options)
+
+    @property
+    def running(self) -> bool:
+        """Return whether the episode can go on."""
+        return self.status is EpisodeStatus.RUNNING
+
+    @property
+    def num_turns(self) -> int:
+        """Return how many turns were sampled."""
+        return self._record.num_turns
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation so far; empty for an episode that did not start from messages."""
+        return self._conversation.messages if self._conversation else []
+
+    def current_ids(self) -> np.ndarray:
+        """Return the ids of the current row, int32 [n]: the next prompt."""
+        return self._record.current_ids()
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return the rows to train on, in any state; more than one if a template rewrote history."""
+        return self._record.rows()
+
+    def turns(self) -> list[TurnRecord]:
+        """Return how each turn was drawn, in order."""
+        return self._record.turns()
+
+    async def act(self, **sampling: Any) -> Turn:
+        """Sample the next turn; keyword arguments replace parts of the episode's `TurnSampling` for this turn.
+
+        An error of the service leaves the record as it was, so the call may be made again. A cancelled task cancels the
+        request. Raises: EpisodeStateError, InvalidEpisode, IncompleteGeneration; what the client raises.
+        """
+        self._require(acting=True)
+        plan = self._sampling.replaced(sampling)
+        asked = min(plan.max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
+        budget = min(asked, self._context - self._record.length)
+        seed = derive_seed(self.seed, self._record.num_turns) if plan.seed is None else plan.seed
+        options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        options.update(max_new_tokens=budget, min_new_tokens=min(plan.min_new_tokens, budget), seed=seed)
+        self._in_flight = options["request_id"] = secrets.token_bytes(16)
+        try:
+            generation = await self._client.generate(self._record.current_ids(), **options, **self._options)
+        except asyncio.CancelledError:
+            await self._give_up(options["request_id"])
+            raise
+        finally:
+            self._in_flight = None
+        return self._take(generation, plan.temperature, shortened=budget < asked)
+
+    async def _give_up(self, request_id: bytes) -> None:
+        """Cancel a request whose waiter was cancelled; a service that does not answer holds it up for a moment only."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._client.cancel(request_id), CANCEL_WAIT_S)
+
+    def _take(self, generation: GenerationLike, temperature: float, *, shortened: bool) -> Turn:
+        record = self._record.add_turn(generation, temperature)
+        ids = np.asarray(generation.ids, np.int32)
+        ended = record.finish_kind == "stop" and record.stop_id is not None and len(ids) > 0 and int(ids[-1]) == record.stop_id
+        end_of_turn = self._format.end_of_turn_id if self._format else None
+        end_id = record.stop_id if ended and (record.stop_id in self._eos_ids or record.stop_id == end_of_turn) else None
+        if self._conversation:
+            text = self._conversation.add_reply(ids, end_id=end_id)
+        else:
+            text = self._format.decode(ids[:-1] if end_id is not None else ids) if self._format else ""
+        good, bad = self._tools.read(text) if len(self._tools) else ((), ())
+        limit = self._settle(record, shortened=shortened)
+        self._count_bad(good, bad)
+        self._awaits_act = False
+        return Turn(
+            index=record.index, ids=ids, text=text, tool_calls=good, bad_calls=bad, limit=limit, record=record, generation=generation
+        )
+
+    def _settle(self, record: TurnRecord, *, shortened: bool) -> Limit | None:
+        """Return what cut a turn, and end the episode where it cannot go on."""
+        match record.finish_kind:
+            case "length":
+                full = self._record.length >= self._context
+                limit = self._total_limit if full or shortened else Limit.MAX_NEW_TOKENS
+                if full:
+                    self._end(EpisodeStatus.TRUNCATED, limit)
+                return limit
+            case "expired":
+                self._end(EpisodeStatus.TRUNCATED, Limit.DEADLINE)
+                return Limit.DEADLINE
+            case "cancelled":
+                self._end(EpisodeStatus.CANCELLED)
+            case "failed":
+                self._end(EpisodeStatus.FAILED, reason="the generation failed")
+        return None
+
+    def _count_bad(self, good: Sequence[ToolCall], bad: Sequence[BadCall]) -> None:
+        self._bad_turns = self._bad_turns + 1 if bad and not good else 0
+        if self._bad_turns >= self._limits.max_bad_turns:
+            self._end(EpisodeStatus.BAD_CALLS, Limit.MAX_BAD_TURNS, reason=bad[0].message)
+
+    async def run_tools(self, turn: Turn) -> list[ToolResult]:
+        """Run the turn's tool calls and return one result for each, bad ones included; pass them to `observe`. Raises: ToolFailed."""
+        return await self._tools.run(turn.tool_calls, turn.bad_calls)
+
+    def observe(self, observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> bool:
+        """Add what the environment says after a turn, as the template writes it, mask 0; return whether the episode goes on.
+
+        A string is a user message. Where the next turn would break a limit, the episode ends as truncated and nothing is added.
+        Raises: EpisodeStateError, ChatFormatError, UntrustedControlToken.
+        """
+        self._require(acting=False)
+        if self._conversation is None:
+            raise EpisodeStateError(
+                "the episode did not start from messages",
+                field="observation",
+                limit="there is no conversation to add to",
+                remedy="use observe_ids, or start from messages=",
+            )
+        if not self._may_go_on():
+            return False
+        added = self._conversation.extend(_as_messages(observation))
+        return self._append(added.ids, forks=added.forks)
+
+    def add_user(self, text: str) -> bool:
+        """Add a user message after a turn; as `observe`."""
+        return self.observe([{"role": "user", "content": text}])
+
+    def observe_ids(self, ids: Sequence[int] | np.ndarray) -> bool:
+        """Add environment ids as they are, for episodes that started from ids or text; as `observe`."""
+        self._require(acting=False)
+        if self._conversation is not None:
+            raise EpisodeStateError(
+                "the episode started from messages", field="ids", limit="its template writes the environment's tokens", remedy="use observe"
+            )
+        return self._may_go_on() and self._append(_checked_ids(ids, allow_empty=True), forks=False)
+
+    def _may_go_on(self) -> bool:
+        if self._limits.max_turns is not None and self.num_turns >= self._limits.max_turns:
+            self._end(EpisodeStatus.TRUNCATED, Limit.MAX_TURNS)
+        return self.running
+
+    def _append(self, ids: np.ndarray, *, forks: bool) -> bool:
+        length = len(ids) if forks else self._record.length + len(ids)
+        if length >= self._context:
+            self._end(EpisodeStatus.TRUNCATED, self._total_limit, reason=f"{length} tokens and a new one do not fit {self._context}")
+            return False
+        if forks:
+            self._record.fork(ids)
+        else:
+            self._record.add_environment(ids)
+        self._awaits_act = True
+        return True
+
+    def finish(self) -> None:
+        """End a running episode as done; one that ended already keeps its status."""
+        self._end(EpisodeStatus.DONE)
+
+    def fail(self, reason: str) -> None:
+        """End a running episode as failed, for reasons outside the policy."""
+        self._end(EpisodeStatus.FAILED, reason=reason)
+
+    async def cancel(self) -> None:
+        """End the episode as cancelled. A running `act` returns what was sampled so far, and it stays in the record."""
+        request_id = self._in_flight
+        if request_id is None:
+            self._end(EpisodeStatus.CANCELLED)
+        else:
+            await self._client.cancel(request_id)
+
+    def _end(self, status: EpisodeStatus, limit: Limit | None = None, *, reason: str | None = None) -> None:
+        if self.running:
+            self.status, self.limit, self.reason = status, limit, reason
+
+    def _require(self, *, acting: bool) -> None:
+        if not self.running:
+            raise EpisodeStateError(
+                f"the episode ended as {self.status}{f' ({self.limit})' if self.limit else ''}",
+                field="status",
+                value=str(self.status),
+                limit="it stays as it ended",
+                remedy="check `running` after each call",
+            )
+        if self._in_flight is not None:
+            raise EpisodeStateError("a turn is being sampled", field="status", limit="one call at a time", remedy="await act first")
+        if acting != self._awaits_act:
+            raise EpisodeStateError(
+                "the policy has just spoken" if acting else "it is the policy's turn",
+                field="status",
+                limit="act and observe take turns",
+                remedy="observe first (all messages in one call)" if acting else "await act first",
+            )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of the token record."""
+        self._record.check_integrity()
+
+
+def check_tokenizer(format: ChatFormat | None, info: Any) -> None:
+    """Refuse a format whose tokenizer is not the served one. Raises: TokenizerMismatch."""
+    served: str | None = getattr(info, "tokenizer_digest", None)
+    if format is not None and served is not None and format.tokenizer_digest != served:
+        raise TokenizerMismatch(
+            f"the chat format's tokenizer is {format.tokenizer_digest[:12]}",
+            field="tokenizer_digest",
+            value=format.tokenizer_digest,
+            limit=f"the service serves {served[:12]}",
+            remedy="make the format with `await ChatFormat.of(client)`",
+        )
+
+
+def _total_tokens(info: Any, limits: EpisodeLimits) -> tuple[int, Limit]:
+    """Return the most tokens that a row may have, and whose limit that is."""
+    engine = info.engine
+    served = [int(value) for name in ("max_model_len", "pool_tokens") if (value := getattr(engine, name, None)) is not None]
+    if limits.max_total_tokens is not None and all(limits.max_total_tokens <= value for value in served):
+        return limits.max_total_tokens, Limit.MAX_TOTAL_TOKENS
+    if not served:
+        raise InvalidEpisode(
+            "the service does not say how long a row may be",
+            field="max_total_tokens",
+            limit="no engine answers it now",
+            remedy="try again, or set max_total_tokens",
+        )
+    return min(served), Limit.CONTEXT
+
+
+def _checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (not array.size and not allow_empty):
+        raise InvalidEpisode(
+            f"ids have shape {array.shape} and dtype {array.dtype}",
+            field="ids",
+            value=str(array.dtype),
+            limit="a flat sequence of token ids",
+            remedy="pass ids as ints",
+        )
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
+        raise InvalidEpisode(
+            "an id is out of range", field="ids", value=int(array.max()), limit="0 to 2**31 - 1", remedy="encode with the model's tokenizer"
+        )
+    return array.astype(np.int32)
+
+
+def _as_messages(observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    items = [observation] if isinstance(observation, (Mapping, ToolResult)) else list(observation)
+    return [item.message() if isinstance(item, ToolResult) else item for item in items]

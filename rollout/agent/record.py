@@ -1,0 +1,287 @@
+"""The append-only token record of an episode: every row that a trainer gets is built here and nowhere else.
+
+A `TokenRecord` takes environment ids and sampled turns in the order in which the model saw them. A fork starts a new row
+with its own prompt; sampled tokens never move to it, so each is in exactly one row. Invariants: all arrays of a row are as
+long as its ids, mask is True exactly inside its turns, and no value of a sampled token is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.agent.errors import IncompleteGeneration
+
+NO_VERSION = -1
+
+
+class FinishLike(Protocol):
+    """How a generation ended."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def stop_id(self) -> int | None: ...
+    @property
+    def detail(self) -> str | None: ...
+
+
+class GenerationLike(Protocol):
+    """What an episode reads of a finished generation."""
+
+    @property
+    def request_id(self) -> bytes: ...
+    @property
+    def prompt_ids(self) -> np.ndarray: ...
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray | None: ...
+    @property
+    def raw_logprobs(self) -> np.ndarray | None: ...
+    @property
+    def behaviour_logprobs(self) -> np.ndarray | None: ...
+    @property
+    def versions(self) -> np.ndarray: ...
+    @property
+    def kv_spans(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def finish_reason(self) -> Any: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One sampled turn: places `start` to `end` (exclusive) of its row and how it was drawn.
+
+    `kv_spans` are (first place, version) runs over places 0 to `end`: which weights made the keys and values attended to.
+    `index` counts the episode's turns from 0, across rows. Units: tokens.
+    """
+
+    index: int
+    start: int
+    end: int
+    temperature: float
+    seed: int
+    finish_kind: str
+    stop_id: int | None
+    kv_spans: tuple[tuple[int, int], ...]
+    prompt_tokens: int
+    cached_tokens: int
+    request_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeRow:
+    """One row for a trainer.
+
+    Shapes: all arrays [n]. `ids` int32, `mask` bool (True = sampled), `logprobs` and `raw_logprobs` float32 and NaN where
+    nothing was sampled (None if a turn was drawn without them), `behaviour_logprobs` likewise (None when equal to `logprobs`
+    everywhere), `versions` int64 (-1 where nothing was sampled), `temperatures` float32 (1 there).
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray | None
+    raw_logprobs: np.ndarray | None
+    behaviour_logprobs: np.ndarray | None
+    versions: np.ndarray
+    temperatures: np.ndarray
+    turns: tuple[TurnRecord, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Return how many tokens the policy sampled."""
+        return int(self.mask.sum())
+
+
+class _Row:
+    __slots__ = ("chunks", "length", "turns")
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[np.ndarray, GenerationLike | None, float]] = []
+        self.length = 0
+        self.turns: list[TurnRecord] = []
+
+    def append(self, ids: np.ndarray, generation: GenerationLike | None, temperature: float) -> None:
+        self.chunks.append((ids, generation, temperature))
+        self.length += len(ids)
+
+    def column(self, name: str) -> np.ndarray | None:
+        """Return one log-probability column, None if a turn lacks it."""
+        column = np.full(self.length, np.nan, np.float32)
+        at = 0
+        for ids, generation, _ in self.chunks:
+            if generation is not None:
+                values = getattr(generation, name)
+                if values is None:
+                    return None
+                column[at : at + len(ids)] = values
+            at += len(ids)
+        return column
+
+    def behaviour(self) -> np.ndarray | None:
+        """Return the behaviour column, filled from `logprobs` for turns where both are equal; None if all turns are."""
+        if all(generation is None or generation.behaviour_logprobs is None for _, generation, _ in self.chunks):
+            return None
+        column = np.full(self.length, np.nan, np.float32)
+        at = 0
+        for ids, generation, _ in self.chunks:
+            if generation is not None:
+                values = generation.behaviour_logprobs if generation.behaviour_logprobs is not None else generation.logprobs
+                if values is None:
+                    return None
+                column[at : at + len(ids)] = values
+            at += len(ids)
+        return column
+
+    def build(self) -> EpisodeRow:
+        """Return the row as arrays of one length."""
+        mask = np.zeros(self.length, np.bool_)
+        versions = np.full(self.length, NO_VERSION, np.int64)
+        temperatures = np.ones(self.length, np.float32)
+        at = 0
+        for ids, generation, temperature in self.chunks:
+            if generation is not None:
+                mask[at : at + len(ids)] = True
+                versions[at : at + len(ids)] = generation.versions
+                temperatures[at : at + len(ids)] = temperature
+            at += len(ids)
+        return EpisodeRow(
+            ids=np.concatenate([np.empty(0, np.int32), *(ids for ids, _, _ in self.chunks)]),
+            mask=mask,
+            logprobs=self.column("logprobs"),
+            raw_logprobs=self.column("raw_logprobs"),
+            behaviour_logprobs=self.behaviour(),
+            versions=versions,
+            temperatures=temperatures,
+            turns=tuple(turn for turn in self.turns if turn.start < turn.end),
+        )
+
+
+class TokenRecord:
+    """Rows of one episode. `add_environment`, `add_turn`, `fork`; nothing is ever changed or taken back."""
+
+    __slots__ = ("_rows", "num_turns")
+
+    def __init__(self) -> None:
+        self._rows = [_Row()]
+        self.num_turns = 0
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the current row."""
+        return self._rows[-1].length
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows there are; each fork adds one."""
+        return len(self._rows)
+
+    def current_ids(self) -> np.ndarray:
+        """Return the ids of the current row, int32 [n]: the next prompt."""
+        return np.concatenate([np.empty(0, np.int32), *(ids for ids, _, _ in self._rows[-1].chunks)])
+
+    def add_environment(self, ids: np.ndarray) -> None:
+        """Append ids that the environment wrote."""
+        self._rows[-1].append(np.asarray(ids, np.int32), None, 1.0)
+
+    def fork(self, ids: np.ndarray) -> None:
+        """Start a new row with its own prompt."""
+        self._rows.append(_Row())
+        self.add_environment(ids)
+
+    def add_turn(self, generation: GenerationLike, temperature: float) -> TurnRecord:
+        """Append a sampled turn. Raises: IncompleteGeneration (and appends nothing)."""
+        row = self._rows[-1]
+        ids = np.asarray(generation.ids, np.int32)
+        _check_complete(generation, self.current_ids(), len(ids))
+        finish = generation.finish_reason
+        turn = TurnRecord(
+            index=self.num_turns,
+            start=row.length,
+            end=row.length + len(ids),
+            temperature=temperature,
+            seed=generation.seed,
+            finish_kind=str(finish.kind),
+            stop_id=finish.stop_id,
+            kv_spans=tuple((int(first), int(version)) for first, version in generation.kv_spans),
+            prompt_tokens=generation.prompt_tokens,
+            cached_tokens=generation.cached_tokens,
+            request_id=generation.request_id,
+        )
+        row.append(ids, generation, temperature)
+        row.turns.append(turn)
+        self.num_turns += 1
+        return turn
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return the rows that hold at least one sampled token."""
+        return [row.build() for row in self._rows if any(turn.start < turn.end for turn in row.turns)]
+
+    def turns(self) -> list[TurnRecord]:
+        """Return every sampled turn in order."""
+        return [turn for row in self._rows for turn in row.turns]
+
+    def check_integrity(self) -> None:
+        """Assert the record's invariants."""
+        rows = self.rows()
+        for row in rows:
+            lengths = {len(values) for values in (row.ids, row.mask, row.versions, row.temperatures)}
+            lengths |= {len(values) for values in (row.logprobs, row.raw_logprobs, row.behaviour_logprobs) if values is not None}
+            assert lengths == {len(row)}, f"columns of lengths {sorted(lengths)} in a row of {len(row)}"
+            covered = np.zeros(len(row), np.bool_)
+            for turn in row.turns:
+                assert not covered[turn.start : turn.end].any(), f"turn {turn.index} overlaps another"
+                covered[turn.start : turn.end] = True
+            assert np.array_equal(covered, row.mask), "the mask disagrees with the turns"
+        sampled = sum(turn.end - turn.start for turn in self.turns())
+        assert sampled == sum(row.num_sampled for row in rows), "a sampled token is in no row or in two"
+
+
+def _check_complete(generation: GenerationLike, prompt_ids: np.ndarray, length: int) -> None:
+    if not np.array_equal(np.asarray(generation.prompt_ids), prompt_ids):
+        raise IncompleteGeneration(
+            f"the service ran a prompt of {len(generation.prompt_ids)} ids that is not the {len(prompt_ids)} ids sent",
+            field="prompt_ids",
+            value=len(generation.prompt_ids),
+            limit="ids go in as they are",
+            remedy="look for a proxy or server that encodes prompts anew",
+        )
+    if len(generation.versions) != length:
+        raise _incomplete("versions", len(generation.versions), length)
+    for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"):
+        values = getattr(generation, name)
+        if values is None:
+            continue
+        if len(values) != length:
+            raise _incomplete(name, len(values), length)
+        if not np.isfinite(values).all():
+            raise IncompleteGeneration(
+                f"{name}[{int(np.argmin(np.isfinite(values)))}] of the generation is not finite",
+                field=name,
+                value=length,
+                limit="every sampled token needs its log-probability",
+                remedy="report the request id; the episode cannot be trained on",
+            )
+
+
+def _incomplete(name: str, given: int, wanted: int) -> IncompleteGeneration:
+    return IncompleteGeneration(
+        f"{name} has {given} entries for {wanted} sampled tokens",
+        field=name,
+        value=given,
+        limit="one entry for each sampled token",
+        remedy="report the request id; the episode cannot be trained on",
+    )

@@ -1,0 +1,382 @@
+"""Many episodes at once: bounded concurrency, a time-out for each phase, and every ending accounted for.
+
+    task -> reset -> act -> (tools | step) -> act -> ... -> score -> EpisodeResult
+            env      policy  tool    env                    env
+
+`run_episode` turns whatever happens to one episode into an `EpisodeResult` and attributes a failure once, here; only the
+cancellation of its own task passes through. What the policy did badly is scored; what broke around it has no reward, never 0.
+`run_episodes` runs many over a fixed number of workers. Invariant: as many results as tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from rollout.agent.chat import ChatFormat
+from rollout.agent.deadline import call_within
+from rollout.agent.environment import Environment, Start, Step
+from rollout.agent.episode import Episode, EpisodeLimits, EpisodeStatus, Limit, PolicyClient, Turn, TurnSampling, check_tokenizer
+from rollout.agent.errors import InvalidEnvironment, InvalidEpisode
+from rollout.agent.record import EpisodeRow
+from rollout.agent.seeds import derive_seed
+
+
+class FailureKind(enum.StrEnum):
+    """Who is answerable for an ending. Policy failures and limits are scored; the others have no reward."""
+
+    ENVIRONMENT = "environment"
+    TOOL = "tool"
+    POLICY = "policy"
+    LIMIT = "limit"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an episode did not end as done: whose doing, in which phase, and the error's code (None for a stranger's) and text."""
+
+    kind: FailureKind
+    phase: str
+    text: str
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTask:
+    """One episode to run. Members of a group share `seed` and begin equally; each draws its own tokens.
+
+    `attempt` counts earlier tries of this member; a new attempt draws other tokens. `info` is the caller's own.
+    """
+
+    make_environment: Callable[[], Environment]
+    seed: int = 0
+    group: Hashable = 0
+    member: int = 0
+    attempt: int = 0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def episode_seed(self) -> int:
+        """Return the seed of this member's draws."""
+        return derive_seed(self.seed, self.member, self.attempt)
+
+
+def group_tasks(make_environment: Callable[[], Environment], *, seed: int, members: int, group: Hashable = 0) -> list[EpisodeTask]:
+    """Return the tasks of one group: equal beginnings, draws of their own."""
+    return [EpisodeTask(make_environment=make_environment, seed=seed, group=group, member=member) for member in range(members)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimeouts:
+    """The most that one call in each phase may take. Units: seconds. Tools carry their own."""
+
+    reset_s: float = 60.0
+    act_s: float = 600.0
+    step_s: float = 60.0
+    score_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("reset_s", "act_s", "step_s", "score_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidEpisode(
+                    f"{name}={getattr(self, name)}", field=name, value=getattr(self, name), limit="above 0", remedy=f"set {name} in seconds"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeResult:
+    """How one episode went. `reward` is None unless the environment scored it; `rows` hold what was sampled in any case.
+
+    Units: `seconds` by phase. `good_calls` and `bad_calls` count tool calls, `call_turns` the turns that held any.
+    """
+
+    task: EpisodeTask
+    status: EpisodeStatus
+    limit: Limit | None = None
+    failure: Failure | None = None
+    reward: float | None = None
+    rows: tuple[EpisodeRow, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    num_turns: int = 0
+    good_calls: int = 0
+    bad_calls: int = 0
+    call_turns: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is; `total` is None while tasks are still being drawn from an iterator."""
+
+    finished: int
+    running: int
+    total: int | None
+    failed: int
+    sampled_tokens: int
+    seconds: float
+
+
+class _Broken(Exception):
+    def __init__(self, failure: Failure):
+        self.failure = failure
+
+
+class _Run:
+    """The state of one running episode: its environment, its episode once it began, and what was counted."""
+
+    __slots__ = ("client", "counts", "environment", "episode", "format", "info", "limits", "sampling", "seconds", "task", "timeouts")
+
+    def __init__(
+        self,
+        client: PolicyClient,
+        task: EpisodeTask,
+        format: ChatFormat,
+        info: Any,
+        sampling: TurnSampling,
+        limits: EpisodeLimits,
+        timeouts: PhaseTimeouts,
+    ):
+        self.client, self.task, self.format, self.info = client, task, format, info
+        self.sampling, self.limits, self.timeouts = sampling, limits, timeouts
+        self.environment: Any = None
+        self.episode: Episode | None = None
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    async def phase(self, kind: FailureKind, name: str, timeout_s: float | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a phase returns; its failure becomes `_Broken` with whose it is."""
+        started = time.perf_counter()
+        try:
+            return await call_within(timeout_s, f"{kind} {name}", function, *arguments)
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error)[:500]}"
+            raise _Broken(Failure(kind=kind, phase=name, text=text, code=getattr(error, "code", None))) from error
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    async def play(self) -> float | None:
+        """Run the episode to its end and return its reward, None if it was cancelled."""
+        env, limit = FailureKind.ENVIRONMENT, self.timeouts
+        self.environment = await self.phase(env, "make", limit.reset_s, self.task.make_environment)
+        start = await self.phase(env, "reset", limit.reset_s, self.environment.reset, self.task.seed)
+        self.episode = episode = await self.phase(env, "reset", limit.reset_s, self.begin, start)
+        while episode.running:
+            turn = await self.phase(FailureKind.INFRASTRUCTURE, "act", limit.act_s, episode.act)
+            self.count(turn)
+            if not episode.running:
+                break
+            if turn.calls_tools:
+                results = await self.phase(FailureKind.TOOL, "tools", None, episode.run_tools, turn)
+                await self.phase(FailureKind.TOOL, "observe", limit.step_s, _inline(episode.observe), results)
+                continue
+            step = await self.phase(env, "step", limit.step_s, self.environment.step, turn)
+            await self.phase(env, "step", limit.step_s, _inline(self.advance), step)
+        if episode.status is EpisodeStatus.CANCELLED:
+            return None
+        if episode.status is EpisodeStatus.FAILED:
+            raise _Broken(Failure(kind=FailureKind.INFRASTRUCTURE, phase="act", text=episode.reason or "failed"))
+        score = await self.phase(env, "score", limit.score_s, self.environment.score, episode)
+        return await self.phase(env, "score", limit.score_s, _inline(_checked_reward), score)
+
+    async def begin(self, start: Any) -> Episode:
+        """Return the episode that an environment's start asks for."""
+        begun = start if isinstance(start, Start) else Start(messages=_checked_messages("reset", start))
+        return Episode(
+            self.client,
+            info=self.info,
+            format=self.format,
+            messages=_checked_messages("reset", begun.messages),
+            tools=begun.tools,
+            seed=self.task.episode_seed,
+            sampling=self.sampling,
+            limits=self.limits,
+        )
+
+    def advance(self, step: Any) -> None:
+        """Give the episode what followed its turn."""
+        assert self.episode is not None, "an episode advances after it began"
+        if not isinstance(step, Step):
+            raise _invalid("step", step, "a Step")
+        if step.done:
+            self.episode.finish()
+        else:
+            self.episode.observe(list(_checked_messages("step", step.messages)))
+
+    def count(self, turn: Turn) -> None:
+        """Count the turn's tool calls."""
+        self.counts.update(good=len(turn.tool_calls), bad=len(turn.bad_calls), turns=int(turn.calls_tools))
+
+    def result(self, reward: float | None, failure: Failure | None) -> EpisodeResult:
+        """Return the episode's result as it stands."""
+        episode = self.episode
+        if episode is not None and failure is None:
+            failure = _soft_failure(episode)
+        elif episode is not None and failure is not None:
+            episode.fail(failure.text)
+        broken = failure is not None and failure.kind not in (FailureKind.POLICY, FailureKind.LIMIT)
+        return EpisodeResult(
+            task=self.task,
+            status=EpisodeStatus.FAILED if broken or episode is None else episode.status,
+            limit=episode.limit if episode else None,
+            failure=failure,
+            reward=reward,
+            rows=tuple(episode.rows()) if episode else (),
+            messages=tuple(episode.messages) if episode else (),
+            num_turns=episode.num_turns if episode else 0,
+            good_calls=self.counts["good"],
+            bad_calls=self.counts["bad"],
+            call_turns=self.counts["turns"],
+            seconds=dict(self.seconds),
+        )
+
+    async def close(self) -> None:
+        """Give the environment its last call; a failure in it changes nothing that was already decided."""
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            try:
+                await self.phase(FailureKind.ENVIRONMENT, "close", self.timeouts.step_s, close)
+            except _Broken:
+                self.counts["close_failures"] += 1
+
+
+async def run_episode(
+    client: PolicyClient,
+    task: EpisodeTask,
+    *,
+    format: ChatFormat | None = None,
+    info: Any = None,
+    sampling: TurnSampling | None = None,
+    limits: EpisodeLimits | None = None,
+    timeouts: PhaseTimeouts | None = None,
+) -> EpisodeResult:
+    """Run one episode to its end, whatever that is. Pass `format` and `info` to fetch them once for many.
+
+    Raises: what the client raises while `format` or `info` is fetched, TokenizerMismatch; afterwards nothing but cancellation.
+    """
+    if info is None:
+        info = await client.info()
+    if format is None:
+        format = await ChatFormat.of(client)
+    check_tokenizer(format, info)
+    run = _Run(client, task, format, info, sampling or TurnSampling(), limits or EpisodeLimits(), timeouts or PhaseTimeouts())
+    reward, failure = None, None
+    try:
+        reward = await run.play()
+    except _Broken as broken:
+        failure = broken.failure
+    finally:
+        await run.close()
+    return run.result(reward, failure)
+
+
+async def run_episodes(
+    client: PolicyClient,
+    tasks: Iterable[EpisodeTask],
+    *,
+    concurrency: int = 64,
+    format: ChatFormat | None = None,
+    info: Any = None,
+    sampling: TurnSampling | None = None,
+    limits: EpisodeLimits | None = None,
+    timeouts: PhaseTimeouts | None = None,
+    on_result: Callable[[EpisodeResult], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[EpisodeResult]:
+    """Run tasks with at most `concurrency` episodes at once and return their results in the order of the tasks.
+
+    Tasks are drawn when a worker is free. The callbacks run in the event loop after each episode; an error in one ends the run.
+    Cancelling the caller cancels every running request. Raises: as `run_episode`; InvalidEpisode.
+    """
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise InvalidEpisode(
+            f"concurrency={concurrency!r}",
+            field="concurrency",
+            value=concurrency,
+            limit="an integer of at least 1",
+            remedy="set concurrency",
+        )
+    if info is None:
+        info = await client.info()
+    if format is None:
+        format = await ChatFormat.of(client)
+    check_tokenizer(format, info)
+    total = len(tasks) if isinstance(tasks, Sequence) else None
+    waiting = enumerate(tasks)
+    results: dict[int, EpisodeResult] = {}
+    counts: Counter[str] = Counter()
+    started = time.perf_counter()
+
+    async def work() -> None:
+        for number, task in waiting:
+            counts["running"] += 1
+            result = await run_episode(client, task, format=format, info=info, sampling=sampling, limits=limits, timeouts=timeouts)
+            results[number] = result
+            counts["running"] -= 1
+            counts["failed"] += result.status is EpisodeStatus.FAILED
+            counts["tokens"] += sum(row.num_sampled for row in result.rows)
+            if on_result is not None:
+                on_result(result)
+            if on_progress is not None:
+                on_progress(
+                    Progress(
+                        finished=len(results),
+                        running=counts["running"],
+                        total=total,
+                        failed=counts["failed"],
+                        sampled_tokens=counts["tokens"],
+                        seconds=time.perf_counter() - started,
+                    )
+                )
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(concurrency if total is None else min(concurrency, total)):
+            workers.create_task(work())
+    return [results[number] for number in sorted(results)]
+
+
+def _soft_failure(episode: Episode) -> Failure | None:
+    """Return the failure of an episode that ended by the policy's doing or by a limit, None for the others."""
+    if episode.status is EpisodeStatus.BAD_CALLS:
+        return Failure(kind=FailureKind.POLICY, phase="tools", text=f"{episode.limit}: {episode.reason}")
+    if episode.status is EpisodeStatus.TRUNCATED:
+        return Failure(kind=FailureKind.LIMIT, phase="act", text=str(episode.limit))
+    return None
+
+
+def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a coroutine function of a quick call of our own, so that it gets no thread."""
+
+    async def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return call
+
+
+def _checked_messages(phase: str, messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        raise _invalid(phase, messages, "a sequence of messages")
+    return messages
+
+
+def _checked_reward(score: Any) -> float:
+    if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+        raise _invalid("score", score, "a finite number")
+    return float(score)
+
+
+def _invalid(phase: str, value: Any, wanted: str) -> InvalidEnvironment:
+    return InvalidEnvironment(
+        f"the environment's {phase} returned {str(value)[:100]!r}",
+        field=phase,
+        value=type(value).__name__,
+        limit=f"{wanted} is needed",
+        remedy=f"mend {phase}",
+    )
