@@ -67,17 +67,23 @@ class CanaryProof:
         forced = ids[prompt_tokens:]
         self._enter_row(canary, prompt_tokens, forced)
         variant = Variant(noise=False, temperature=canary.temperature not in (0.0, 1.0), stop_mask=False, slots=True)
+        seats, generations = np.zeros(1, dtype=np.int64), np.array([self._generation], dtype=np.int32)
         chunk = PrefillChunk(ids=ids[:prompt_tokens], start=0, pages=self._pages, row=_ROW)
-        lanes = {"seats": np.zeros(1, dtype=np.int64), "generations": np.array([self._generation], dtype=np.int32), "variant": variant}
         logits = self._forward.prefill([chunk])
         assert logits is not None, "a complete prompt has logits"
-        _, records = self._ring.take(seats=lanes["seats"], generations=lanes["generations"], version=0)
-        self._path.sample_prefill(PrefillLaunch(chunks=(chunk,), **lanes), logits, records)
-        measured = [self._read()]
-        for step in range(1, forced.size):
-            _, records = self._ring.take(seats=lanes["seats"], generations=lanes["generations"], version=0)
-            self._path.decode(DecodeLaunch(bucket=LANE_MULTIPLE, longest=prompt_tokens + step, **lanes), records)
-            measured.append(self._read())
+        measured = []
+        for step in range(forced.size):
+            _, records = self._ring.take(seats=seats, generations=generations, version=0)
+            if step == 0:
+                self._path.sample_prefill(
+                    PrefillLaunch(chunks=(chunk,), seats=seats, generations=generations, variant=variant), logits, records
+                )
+            else:
+                longest = prompt_tokens + step
+                self._path.decode(
+                    DecodeLaunch(bucket=LANE_MULTIPLE, longest=longest, seats=seats, generations=generations, variant=variant), records
+                )
+            measured.append(float(self._ring.ready(drain=True)[0].logprob[0]))
         gap = np.abs(np.array(measured) - canary.expected_logprobs[prompt_tokens - 1 : ids.size - 1])
         return float(np.nan_to_num(gap, nan=np.inf).max())
 
@@ -101,6 +107,3 @@ class CanaryProof:
         )
         for slot in packer.take():
             self._path.apply(slot)
-
-    def _read(self) -> float:
-        return float(self._ring.ready(drain=True)[0].logprob[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from areno.forward import Forward
 from areno.kv.store import KVStore
 from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
-from areno.request import FinishKind, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.request import Finished, FinishKind, Request, RequestLimits, SamplingParams, StepOutput, check_ids
 from areno.sampling.sampler import Sampler
 from areno.scheduler import Scheduler
 from areno.weights.load import load_checkpoint
@@ -336,7 +336,8 @@ class Engine:
         if gaps.largest <= limit and gaps.mean <= mean_limit and gaps.decode <= limit:
             return
         raise CanaryMismatch(
-            f"canaries differ from the trainer's log-probabilities: max {gaps.largest:.3g} at {gaps.worst}, mean {gaps.mean:.3g}, through decode {gaps.decode:.3g} nats",
+            f"canaries differ from the trainer's log-probabilities: max {gaps.largest:.3g} at {gaps.worst}, "
+            f"mean {gaps.mean:.3g}, through decode {gaps.decode:.3g} nats",
             field="canaries",
             value=gaps.largest,
             limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
@@ -351,11 +352,10 @@ def _make_path(config: EngineConfig, resolved: ResolvedConfig, forward: Forward,
     return ResidentPath(forward, DecodeTables(max_forced=resolved.max_model_len, device=torch.device(config.device), **sizes))
 
 
-def _join(outputs: list[StepOutput], endings: tuple) -> StepOutput:
+def _join(outputs: list[StepOutput], endings: tuple[Finished, ...]) -> StepOutput:
     if not outputs:
         return StepOutput.empty(endings)
     if len(outputs) == 1:
-        names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
-        return StepOutput(**{name: getattr(outputs[0], name) for name in names}, finished=endings)
+        return replace(outputs[0], finished=endings)
     names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
     return StepOutput(**{name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}, finished=endings)

@@ -61,7 +61,7 @@ class DeltaSlot:
 
 @dataclass(slots=True)
 class _OpenSlot:
-    rows: list[np.void] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     forced: list[tuple[int, np.ndarray]] = field(default_factory=list)
     writes: set[int] = field(default_factory=set)
@@ -86,7 +86,7 @@ class DeltaPacker:
             operation[name] = value
         row = int(operation["row"])
         slot = self._place(writes={row}, reads=set())
-        slot.rows.append(operation[()])
+        slot.rows.append(operation)
         slot.pages.extend((row, index, int(page)) for index, page in enumerate(pages))
         if forced is not None:
             slot.forced.append((int(operation["sampling_slot"]), forced))
@@ -112,11 +112,10 @@ class DeltaPacker:
         return slots
 
     @staticmethod
-    def _plain(kind: DeltaKind, row: int, generation: int, source: int = -1) -> np.void:
+    def _plain(kind: DeltaKind, row: int, generation: int, source: int = -1) -> np.ndarray:
         operation = np.zeros((), ROW_OP)
         operation["kind"], operation["row"], operation["generation"], operation["source"] = kind, row, generation, source
-        value: np.void = operation[()]
-        return value
+        return operation
 
     def _place(self, *, writes: set[int], reads: set[int]) -> _OpenSlot:
         slot = self._open

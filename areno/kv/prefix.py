@@ -69,14 +69,15 @@ class PrefixIndex:
         nodes = self._walk(ids, salt, limit)
         pages = [node.page for node in nodes]
         spans: Spans = ((0, self._epoch),) if pages else ()
-        chain = self._chains.get((salt, lineage)) if lineage is not None else None
+        chain_key = (salt, lineage or "")
+        chain = self._chains.get(chain_key) if lineage is not None else None
         if chain is not None:
             shared = self._shared_pages(chain, ids, limit)
             if shared > len(pages):
                 versions = chain.versions[: shared * self._page_size]
                 if versions.min() >= oldest_version:
                     pages, nodes, spans = chain.pages[:shared], [], run_lengths(versions)
-                    self._touch_chain((salt, lineage), chain)
+                    self._touch_chain(chain_key, chain)
         self._touch(nodes)
         for page in pages:
             self._pool.hold(page)

@@ -14,7 +14,7 @@ from areno.config import SINK_PAGE
 class KVStore:
     """Paged keys and values. Shapes: `keys`, `values` [L, N, G, K, D]; slots number tokens as page * G + offset."""
 
-    __slots__ = ("_flat_keys", "_flat_values", "keys", "page_size", "values")
+    __slots__ = ("_flat_keys", "_flat_values", "_page_keys", "_page_values", "_scratch", "keys", "page_size", "values")
 
     def __init__(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -26,6 +26,9 @@ class KVStore:
         flat = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
         self._flat_keys = self.keys.view(flat)
         self._flat_values = self.values.view(flat)
+        self._page_keys = self.keys.view(num_layers, num_pages, -1)
+        self._page_values = self.values.view(num_layers, num_pages, -1)
+        self._scratch = self._page_keys.new_empty((2, 0, self._page_keys.shape[2]))
 
     @property
     def sink_slot(self) -> int:
@@ -38,10 +41,16 @@ class KVStore:
         self._flat_values[layer].index_copy_(0, slots_T, v_TKD)
 
     def gather(self, layer: int, tables_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of B page lists. Shapes: [B, K, P * G, D], strided."""
+        """Return the keys and values of B page lists, valid until the next call. Shapes: [B, K, P * G, D], strided."""
         num_rows, num_pages = tables_BP.shape
         flat = tables_BP.reshape(-1)
+        if flat.numel() > self._scratch.shape[1]:
+            # Fresh memory for every gather would cost more in page faults than the copy itself.
+            self._scratch = self._scratch.new_empty((2, flat.numel() + flat.numel() // 2, self._scratch.shape[2]))
         shape = (num_rows, num_pages * self.page_size, *self.keys.shape[3:])
-        keys = self.keys[layer].index_select(0, flat).view(shape)
-        values = self.values[layer].index_select(0, flat).view(shape)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        gathered = []
+        for source, scratch in zip((self._page_keys, self._page_values), self._scratch):
+            out = scratch[: flat.numel()]
+            torch.index_select(source[layer], 0, flat, out=out)
+            gathered.append(out.view(shape).transpose(1, 2))
+        return gathered[0], gathered[1]

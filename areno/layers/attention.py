@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -61,7 +62,10 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGroup:
-    """Chunks of similar size that attend in one call. Shapes: token_index [S, Q] into the packed tokens, tables [S, P], bias [S, 1, Q, P * G]."""
+    """Chunks of similar size that attend in one call.
+
+    Shapes: `token_index` and `valid` [S, Q], places in the packed tokens; `tables` [S, P]; `bias` [S, 1, Q, P * G].
+    """
 
     token_index: torch.Tensor
     valid: torch.Tensor
@@ -73,7 +77,7 @@ def group_chunks(
     starts: Sequence[int],
     counts: Sequence[int],
     offsets: Sequence[int],
-    tables: Sequence[Sequence[int]],
+    tables: Sequence[np.ndarray],
     page_size: int,
     dtype: torch.dtype,
 ) -> list[ChunkGroup]:
@@ -91,16 +95,16 @@ def group_chunks(
         pages = max(len(tables[m]) for m in members)
         table = torch.zeros((len(members), pages), dtype=torch.int64)
         for place, member in enumerate(members):
-            table[place, : len(tables[member])] = torch.as_tensor(tables[member], dtype=torch.int64)
-        start, count, offset = (
+            table[place, : len(tables[member])] = torch.from_numpy(tables[member])
+        start_S1, count_S1, offset_S1 = (
             torch.as_tensor([values[m] for m in members], dtype=torch.int64)[:, None] for values in (starts, counts, offsets)
         )
         column = torch.arange(width)[None, :]
-        valid = column < count
-        position = start + torch.minimum(column, count - 1)
+        inside = torch.minimum(column, count_S1 - 1)
+        position = start_S1 + inside
         hidden = torch.arange(pages * page_size)[None, None, :] > position[:, :, None]
         bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None]
-        groups.append(ChunkGroup(token_index=offset + torch.minimum(column, count - 1), valid=valid, tables=table, bias=bias))
+        groups.append(ChunkGroup(token_index=offset_S1 + inside, valid=column < count_S1, tables=table, bias=bias))
     return groups
 
 
