@@ -18,6 +18,7 @@ _HOME = {
     "policy_loss": "trainer_bridge.batch",
     "sample_advantages": "trainer_bridge.batch",
     "token_logprobs": "trainer_bridge.batch",
+    "samples_of": "trainer_bridge.episodes",
     "BridgeError": "trainer_bridge.errors",
     "InvalidBatch": "trainer_bridge.errors",
     "InvalidOption": "trainer_bridge.errors",

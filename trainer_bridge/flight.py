@@ -245,7 +245,8 @@ class GroupFlight(Generic[P]):
                 limit="advantages are taken within a group, found by its id",
                 remedy="make samples with group_id=task.index",
             )
-        failed = Counter(str(sample.info.get("cause", sample.status)) for sample in samples if not sample.is_trainable)
+        causes = {sample.member: str(sample.info.get("cause", sample.status)) for sample in samples if not sample.is_trainable}
+        failed = Counter(causes.values())
         self._failed_members.update(failed)
         valid = len({sample.member for sample in samples if sample.is_trainable})
         if valid < self._options.min_valid_members:

@@ -132,10 +132,15 @@ class TrainingSample:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("status", SampleStatus(self.status))
         put("ids", _array("ids", self.ids, np.int32, None))
-        if not len(self.ids):
+        if not len(self.ids) and self.status in TRAINABLE:
             raise InvalidSample(
-                "ids is empty", field="ids", value=0, limit="a row has at least its prompt", remedy="leave empty episodes out"
+                "ids is empty",
+                field="ids",
+                value=0,
+                limit="a row has at least its prompt",
+                remedy="give an episode that sampled nothing the status failed",
             )
         length = len(self.ids)
         put("mask", _array("mask", self.mask, np.bool_, length))
@@ -144,8 +149,8 @@ class TrainingSample:
         if self.behaviour_logprobs is not None:
             put("behaviour_logprobs", _array("behaviour_logprobs", self.behaviour_logprobs, np.float32, length))
         put("turns", tuple(self.turns))
-        put("status", SampleStatus(self.status))
-        self._check_places()
+        if len(self.ids):
+            self._check_places()
         self._check_turns()
         self._check_reward()
 
@@ -277,6 +282,25 @@ class TrainingSample:
             member=member,
             status=status,
             info=info or {},
+        )
+
+    @classmethod
+    def empty(
+        cls, *, reward: float | None = None, group_id: Hashable, member: int, status: SampleStatus, info: dict[str, Any]
+    ) -> TrainingSample:
+        """Make the sample of a member that failed, or was cancelled, before it sampled anything."""
+        none = np.empty(0, np.float32)
+        return cls(
+            ids=none.astype(np.int32),
+            mask=none.astype(np.bool_),
+            logprobs=none,
+            versions=none.astype(np.int64),
+            turns=(),
+            reward=reward,
+            group_id=group_id,
+            member=member,
+            status=status,
+            info=info,
         )
 
     def __len__(self) -> int:

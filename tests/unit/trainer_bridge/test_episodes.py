@@ -1,0 +1,58 @@
+"""Every ending of an episode becomes samples: scored, cut, cancelled or failed with its cause, and never nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer_bridge.fakes import make_sample
+from trainer_bridge.batch import collate, sample_advantages
+from trainer_bridge.episodes import samples_of
+from trainer_bridge.errors import InvalidSample
+from trainer_bridge.samples import SampleStatus
+
+
+def make_result(status: str, reward: float | None, *, num_rows: int = 1, failure: Any = None) -> Any:
+    return SimpleNamespace(status=status, reward=reward, rows=[make_sample(seed=row) for row in range(num_rows)], failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("done", SampleStatus.FINISHED), ("truncated", SampleStatus.TRUNCATED), ("bad_calls", SampleStatus.TRUNCATED)]
+)
+def test_scored_endings_are_trained_with_their_reward(status: str, expected: SampleStatus) -> None:
+    (sample,) = samples_of(make_result(status, -0.5), group_id=4, member=2, info={"outcome": "loss"})
+    assert (sample.status, sample.reward, sample.group_id, sample.member, sample.info) == (expected, -0.5, 4, 2, {"outcome": "loss"})
+    assert sample.is_trainable
+
+
+def test_every_row_of_a_forked_episode_carries_its_reward() -> None:
+    rows = samples_of(make_result("done", 1.0, num_rows=3), group_id=0, member=0)
+    assert [sample.reward for sample in rows] == [1.0] * 3 and sample_advantages(rows).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_a_failed_episode_keeps_its_rows_and_its_cause_and_has_no_reward(num_rows: int) -> None:
+    failure = SimpleNamespace(kind="environment", phase="step")
+    samples = samples_of(make_result("failed", None, num_rows=num_rows, failure=failure), member=1)
+    assert len(samples) == max(1, num_rows)
+    assert all(sample.status is SampleStatus.FAILED and sample.reward is None for sample in samples)
+    assert {sample.info["cause"] for sample in samples} == {"environment_step"}
+    batch = collate([*samples, make_sample(member=0)])
+    assert batch.num_left_out == len(samples) and batch.ids_ST.shape[0] == 1
+
+
+def test_a_cancelled_episode_is_not_trained_even_with_a_reward() -> None:
+    (sample,) = samples_of(make_result("cancelled", 0.0))
+    assert sample.status is SampleStatus.CANCELLED and not sample.is_trainable
+
+
+def test_an_ending_without_a_score_counts_as_failed_and_not_as_zero() -> None:
+    (sample,) = samples_of(make_result("done", None))
+    assert sample.status is SampleStatus.FAILED and sample.info["cause"] == "not_scored"
+
+
+def test_a_running_episode_is_refused() -> None:
+    with pytest.raises(InvalidSample, match="wait until the episode has ended"):
+        samples_of(make_result("running", None))

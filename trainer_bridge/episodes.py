@@ -1,0 +1,70 @@
+"""From an episode as the runner reports it to samples: what is scored, what failed, and by whose doing.
+
+Agent loops call `samples_of` on each result of `rollout.agent.run_episode`; it reads results and keeps nothing. Invariant: a
+member always gives at least one sample, so that failures are counted and never turn into a smaller group in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from trainer_bridge.errors import InvalidSample
+from trainer_bridge.samples import RowLike, SampleStatus, TrainingSample
+
+_STATUS = {
+    "done": SampleStatus.FINISHED,
+    "truncated": SampleStatus.TRUNCATED,
+    "bad_calls": SampleStatus.TRUNCATED,
+    "cancelled": SampleStatus.CANCELLED,
+    "failed": SampleStatus.FAILED,
+}
+
+
+class FailureLike(Protocol):
+    """Why an episode did not end by itself."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+
+
+class ResultLike(Protocol):
+    """What is read of a finished episode."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def failure(self) -> FailureLike | None: ...
+    @property
+    def rows(self) -> Sequence[RowLike]: ...
+
+
+def samples_of(
+    result: ResultLike, *, group_id: Hashable = 0, member: int = 0, info: Mapping[str, Any] | None = None
+) -> list[TrainingSample]:
+    """Return one sample for each row of an episode, all with its reward; a failed one without rows gives one empty sample.
+
+    A failed sample's `info["cause"]` names who failed in which phase. Episodes that a limit ended are truncated, not failed.
+    Raises: InvalidSample.
+    """
+    status = _STATUS.get(str(result.status))
+    if status is None:
+        raise InvalidSample(
+            f"an episode with status {str(result.status)!r}",
+            field="status",
+            value=str(result.status),
+            limit=f"known: {', '.join(sorted(_STATUS))}",
+            remedy="wait until the episode has ended",
+        )
+    if result.reward is None and status not in (SampleStatus.CANCELLED, SampleStatus.FAILED):
+        status = SampleStatus.FAILED
+    reward = None if status is SampleStatus.FAILED else result.reward
+    facts = dict(info or {})
+    if status is SampleStatus.FAILED:
+        facts["cause"] = f"{result.failure.kind}_{result.failure.phase}" if result.failure else "not_scored"
+    rows = [TrainingSample.from_row(row, reward=reward, group_id=group_id, member=member, status=status, info=facts) for row in result.rows]
+    return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]
