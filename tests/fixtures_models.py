@@ -8,6 +8,7 @@ too, so that one that is skipped, or applied twice, shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
+
+from areno.models.dense import DenseDecoder
+from areno.models.model_config import read_model_config
+from areno.models.registry import build_model
+from areno.weights.load import load_checkpoint
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -127,4 +133,48 @@ def reference_keep_logprobs(
             output = models[versions[start]](input_ids=torch.as_tensor(ids[None, start:end]), cache=cache, use_cache=True)
             rows.append(output.logits[0].float())
             start = end
+    return _chosen_logprobs(torch.cat(rows), ids, temperature)
+
+
+class DenseCache:
+    """Attention over one sequence that keeps all keys and values: the plain form of what paged attention computes.
+
+    Successive forwards continue the sequence, so whole prompts, chunks and single tokens all work.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        """Append the new keys and values and attend causally, with fp32 scores."""
+        if layer in self._keys:
+            k_TKD, v_TKD = torch.cat((self._keys[layer], k_TKD)), torch.cat((self._values[layer], v_TKD))
+        self._keys[layer], self._values[layer] = k_TKD, v_TKD
+        num_queries, num_heads, head_dim = q_THD.shape
+        num_keys, repeats = k_TKD.shape[0], num_heads // k_TKD.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q_THD, k_TKD.repeat_interleave(repeats, 1)).float() / math.sqrt(head_dim)
+        later = torch.arange(num_keys) > torch.arange(num_keys - num_queries, num_keys)[:, None]
+        weights = scores.masked_fill(later, -math.inf).softmax(-1).to(q_THD.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v_TKD.repeat_interleave(repeats, 1))
+
+
+def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32) -> DenseDecoder:
+    """Return the engine's decoder with the weights of `folder`."""
+    decoder = build_model(read_model_config(folder), dtype=dtype, device=torch.device("cpu"))
+    load_checkpoint(folder, decoder.table)
+    return decoder
+
+
+def decoder_logprobs(
+    decoder: DenseDecoder, ids: Sequence[int] | np.ndarray, temperature: float = 1.0, chunks: Sequence[int] = ()
+) -> np.ndarray:
+    """Return what `reference_logprobs` does, from the engine's decoder; `chunks` are the lengths of the first forwards."""
+    ids = np.asarray(ids, dtype=np.int64)
+    cache, rows, start = DenseCache(), [], 0
+    with torch.inference_mode():
+        for length in (*chunks, len(ids) - sum(chunks)):
+            positions = torch.arange(start, start + length)
+            rows.append(decoder.logits(decoder.forward(torch.as_tensor(ids)[positions], positions, cache)))
+            start += length
     return _chosen_logprobs(torch.cat(rows), ids, temperature)
