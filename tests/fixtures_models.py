@@ -22,6 +22,7 @@ from areno.models.dense import DenseDecoder
 from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
 from areno.weights.load import load_checkpoint
+from areno.weights.names import TensorSpec, dtype_name
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -82,6 +83,11 @@ def checkpoint_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors.update(load_file(path))
     return tensors
+
+
+def manifest_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Return the manifest that announces `tensors`."""
+    return {name: TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def reference_model(folder: str | Path) -> Any:
