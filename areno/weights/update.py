@@ -234,6 +234,11 @@ class WeightUpdate:
 
     def _check_digests(self, digests: Mapping[str, int]) -> None:
         expected = {canonical_name(name): value for name, value in digests.items()}
+        strange = [name for name, value in expected.items() if type(value) is not int]
+        if strange:
+            raise mismatch(
+                f"digests that are no integers: {list_names(strange)}", sorted(strange), "send areno.weights.digest.digest(tensor)"
+            )
         unknown = expected.keys() - self._sources.keys() - self._tied.keys() - self._table.tied.keys()
         if unknown:
             raise mismatch(

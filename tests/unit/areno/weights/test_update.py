@@ -248,6 +248,8 @@ def test_digests_must_cover_what_was_staged_and_nothing_else(old: DenseDecoder, 
         update.verify({name: value for name, value in digests_of(new).items() if name != Q})
     with pytest.raises(ManifestMismatch, match=r"not staged: model\.extra"):
         update.verify({**digests_of(new), "extra": 1})
+    with pytest.raises(ManifestMismatch, match=f"no integers: {Q}"):
+        update.verify({**digests_of(new), Q: str(digest(new[Q]))})  # type: ignore[dict-item]
     update.verify(digests_of(new))
 
 
