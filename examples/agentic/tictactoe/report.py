@@ -6,11 +6,10 @@ the training.
 
 from __future__ import annotations
 
-import html
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,10 +19,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from tokenizers import Tokenizer
 
-from trainer_bridge import TrainingSample
+from examples.agentic.tictactoe.reward import WinRate
+from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
+from trainer_bridge import LogprobGap, TrainingSample
 
 LIVE_ROWS = 10
+SHOWN_EVERY = 14
+SHOWN_GAMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +59,73 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Shares of a set of games."""
+class HeldOut:
+    """The held-out games of one version: how they ended, and the log-probability gap over their tokens."""
 
-    games: int
-    win: float
-    illegal: float
+    version: int
+    rates: WinRate
+    gap: LogprobGap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transcript:
-    """A game to show: its sample and a title."""
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """All that a run leaves behind; `train.py` adds to it as it goes. `held_out` is of the shipped, then of the final weights."""
 
-    title: str
-    sample: TrainingSample
+    seed: int
+    initial_version: int
+    tokenizer: Tokenizer
+    seconds: float = 0.0
+    rows: list[StepRecord] = field(default_factory=list)
+    held_out: list[HeldOut] = field(default_factory=list)
+    transcripts: list[Transcript] = field(default_factory=list)
+
+    def add(self, row: StepRecord, samples: Sequence[TrainingSample]) -> StepRecord:
+        """Take a step and, now and then, some of its games."""
+        self.rows.append(row)
+        if row.step == 1 or row.step % SHOWN_EVERY == 0:
+            self._show_games(f"step {row.step}", samples)
+        return row
+
+    def add_held_out(self, held_out: HeldOut, samples: Sequence[TrainingSample]) -> None:
+        """Take the held-out games of one version."""
+        self.held_out.append(held_out)
+        self._show_games(f"held-out, version {held_out.version}", samples)
+
+    def _show_games(self, when: str, samples: Sequence[TrainingSample]) -> None:
+        for sample in [sample for sample in samples if sample.is_trainable][:SHOWN_GAMES]:
+            turns = len(sample.turns)
+            ending = f"{sample.info['outcome'].value}, reward {sample.reward:+.1f}, {turns} turn{'s' if turns > 1 else ''}"
+            self.transcripts.append(Transcript(title=f"{when}: {ending}", sample=sample))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run as one flat object of plain numbers.
+
+        The gap's figures are over training steps and held-out games alike: tokens of the trainer's version at that moment.
+        """
+        first, last = self.held_out[0].rates, self.held_out[-1].rates
+        trained_s = sum(row.seconds for row in self.rows)
+        gaps = [(row.max_logprob_gap, row.gap_tokens) for row in self.rows]
+        gaps += [(held_out.gap.max_exact, held_out.gap.num_exact) for held_out in self.held_out]
+        mean = lambda name: float(np.mean([getattr(row, name) for row in self.rows]))  # noqa: E731
+        return {
+            "win_rate_first": round(first.win, 4),
+            "win_rate_last": round(last.win, 4),
+            "illegal_rate_first": round(first.illegal, 4),
+            "illegal_rate_last": round(last.illegal, 4),
+            "held_out_games": last.games,
+            "steps": len(self.rows),
+            "tokens_per_s": round(sum(row.tokens for row in self.rows) / trained_s, 1),
+            "cached_share": round(mean("cached_share"), 4),
+            "max_logprob_gap": max(gap for gap, tokens in gaps if tokens) if any(tokens for _, tokens in gaps) else None,
+            "gap_tokens": sum(tokens for _, tokens in gaps),
+            "mean_abs_log_ratio": round(mean("mean_abs_log_ratio"), 5),
+            "staleness": round(mean("staleness"), 3),
+            "pause_ms": round(mean("pause_ms"), 2),
+            "versions": len({self.initial_version, *(row.version for row in self.rows)}),
+            "version_last": self.rows[-1].version,
+            "seconds": round(self.seconds, 1),
+            "seed": self.seed,
+        }
 
 
 COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
@@ -106,7 +163,12 @@ class LiveReport:
         self.console = Console(file=sys.stderr if quiet else sys.stdout)
         self.rows: list[StepRecord] = []
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=self.console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
         )
         self._task = self._progress.add_task("starting", total=steps)
         self._live = Live(self._progress, console=self.console, refresh_per_second=4, transient=True)
@@ -134,53 +196,48 @@ class LiveReport:
         if self.console.is_terminal:
             self._live.update(Group(step_table(self.rows[-LIVE_ROWS:]), self._progress))
         elif row.step == 1 or row.step % 10 == 0 or row.step == self._steps:
-            self.console.print(f"step {row.step}/{self._steps}: reward {row.reward:+.2f}, wins {row.win_rate:.0%}, {row.tokens_per_s:.0f} tokens/s")
+            self.console.print(
+                f"step {row.step}/{self._steps}: reward {row.reward:+.2f}, wins {row.win_rate:.0%}, {row.tokens_per_s:.0f} tokens/s"
+            )
 
 
-def summary(rows: Sequence[StepRecord], *, first: Rates, last: Rates, seconds: float, seed: int, initial_version: int) -> dict[str, Any]:
-    """Return the run as one flat object of plain numbers."""
-    trained_s = sum(row.seconds for row in rows)
-    gap_rows = [row for row in rows if row.gap_tokens]
-    return {
-        "win_rate_first": round(first.win, 4),
-        "win_rate_last": round(last.win, 4),
-        "illegal_rate_first": round(first.illegal, 4),
-        "illegal_rate_last": round(last.illegal, 4),
-        "held_out_games": last.games,
-        "steps": len(rows),
-        "tokens_per_s": round(sum(row.tokens for row in rows) / trained_s, 1) if trained_s else 0.0,
-        "cached_share": round(float(np.mean([row.cached_share for row in rows])), 4) if rows else 0.0,
-        "max_logprob_gap": max((row.max_logprob_gap for row in gap_rows), default=None),
-        "gap_tokens": sum(row.gap_tokens for row in gap_rows),
-        "mean_abs_log_ratio": round(float(np.mean([row.mean_abs_log_ratio for row in rows])), 5) if rows else 0.0,
-        "staleness": round(float(np.mean([row.staleness for row in rows])), 3) if rows else 0.0,
-        "pause_ms": round(float(np.mean([row.pause_ms for row in rows])), 2) if rows else 0.0,
-        "versions": [initial_version, *(row.version for row in rows)],
-        "seconds": round(seconds, 1),
-        "seed": seed,
-    }
-
-
-def show_summary(console: Console, rows: Sequence[StepRecord], facts: dict[str, Any], files: Sequence[Path]) -> None:
+def show(console: Console, run: Run, files: Sequence[Path]) -> None:
     """Print the final table and what the run came to."""
-    every = max(1, len(rows) // 20)
-    console.print(step_table([row for row in rows if row.step == 1 or row.step % every == 0 or row is rows[-1]], title="training steps"))
-    first, last = facts["win_rate_first"], facts["win_rate_last"]
+    facts, every = run.summary(), max(1, len(run.rows) // 20)
+    shown = [row for row in run.rows if row.step == 1 or row.step % every == 0 or row is run.rows[-1]]
+    console.print(step_table(shown, title="training steps"))
     console.print(
-        f"[bold]win rate against the random opponent on {facts['held_out_games']} held-out games: {first:.1%} before, {last:.1%} after[/bold] "
-        f"(illegal moves in {facts['illegal_rate_first']:.1%} and {facts['illegal_rate_last']:.1%} of them)"
+        f"[bold]wins against the random opponent in {facts['held_out_games']} held-out games: "
+        f"{facts['win_rate_first']:.1%} before, {facts['win_rate_last']:.1%} after[/bold] "
+        f"(illegal moves: {facts['illegal_rate_first']:.1%}, {facts['illegal_rate_last']:.1%})"
     )
-    gap = facts["max_logprob_gap"]
-    if gap is not None:
-        console.print(f"largest |trainer - rollout| log-probability over {facts['gap_tokens']} tokens of the trainer's own version: {gap:.1e}")
-    console.print(f"{facts['steps']} steps, {facts['tokens_per_s']:.0f} tokens/s, {facts['seconds']:.0f} s")
+    if facts["gap_tokens"]:
+        console.print(
+            f"largest |trainer - service| log-probability over {facts['gap_tokens']} tokens of the trainer's own version: "
+            f"{facts['max_logprob_gap']:.1e}"
+        )
+    console.print(
+        f"{facts['steps']} steps, {facts['versions']} versions, {facts['tokens_per_s']:.0f} sampled tokens/s, {facts['seconds']:.0f} s"
+    )
     for path in files:
-        console.print(f"wrote {path}")
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def write_files(run: Run, folder: Path, console: Console) -> list[Path]:
+    """Write steps, curve and transcripts below `folder` and return what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = run.summary()
+    curve = write_curve(run.rows, facts, folder / "reward_curve.png", console)
+    decode = lambda token: run.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
+    page = write_transcripts(run.transcripts, decode, folder / "transcripts.html")
+    return [*([curve] if curve else []), page, write_rows(run.rows, facts, folder / "steps.json")]
 
 
 def write_rows(rows: Sequence[StepRecord], facts: dict[str, Any], path: Path) -> Path:
     """Write the steps and the summary as JSON."""
-    path.write_text(json.dumps({"summary": facts, "steps": [asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in rows]}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"summary": facts, "steps": [asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in rows]}, indent=1) + "\n"
+    )
     return path
 
 
@@ -189,7 +246,7 @@ def write_curve(rows: Sequence[StepRecord], facts: dict[str, Any], path: Path, c
     try:
         import matplotlib
     except ImportError:
-        console.print("no reward curve: matplotlib is missing; pip install 'areno-rollout[demo]' draws it")
+        console.print("no reward curve: matplotlib is missing; install it with pip install -e '.[demo]'", markup=False)
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -214,50 +271,3 @@ def write_curve(rows: Sequence[StepRecord], facts: dict[str, Any], path: Path, c
 
 def _smooth(values: Sequence[float], width: int = 5) -> list[float]:
     return [float(np.mean(values[max(0, end - width) : end])) for end in range(1, len(values) + 1)]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Episode transcripts</title><style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #0f172a; background: #fff }
-h2 { font-size: 1rem; margin: 2rem 0 .3rem } p.note { color: #475569 }
-pre { font: 14px/1.7 ui-monospace, monospace; background: #f8fafc; border: 1px solid #e2e8f0; border-radius: 6px; padding: .8rem; white-space: pre-wrap }
-span.t { color: #64748b } span.s { border-radius: 3px; padding: 1px; color: #0f172a; border-bottom: 3px solid }
-span.t:hover, span.s:hover { outline: 2px solid #0f172a } i { font-style: normal; color: #94a3b8 }
-</style></head><body><h1>Episode transcripts</h1>
-<p class="note">Grey tokens were written by the environment (mask 0, no loss). Coloured ones were sampled by the policy: the deeper the red, the less
-likely the token was. The line under a sampled token tells the version of the weights that drew it. Point at a token for its id, mask, log-probability
-and version.</p>
-<p>Versions: LEGEND</p>
-GAMES
-</body></html>
-"""
-
-
-def _hue(version: int) -> str:
-    return f"hsl({(version * 47) % 360} 70% 45%)"
-
-
-def _token_span(sample: TrainingSample, place: int, text: str) -> str:
-    shown = html.escape(text).replace("\n", "<i>\u23ce</i>\n").replace("\t", "<i>\u21e5</i>") or "<i>\u2205</i>"
-    token = int(sample.ids[place])
-    if not sample.mask[place]:
-        return f'<span class="t" title="place {place} &#10;id {token} &#10;mask 0 (environment)">{shown}</span>'
-    logprob, version = float(sample.logprobs[place]), int(sample.versions[place])
-    redness = min(1.0, -logprob / 3.0)
-    facts = f"place {place} &#10;id {token} &#10;mask 1 (sampled) &#10;logprob {logprob:.4f} (p = {np.exp(logprob):.3f}) &#10;version {version}"
-    if sample.behaviour_logprobs is not None:
-        facts += f" &#10;behaviour logprob {float(sample.behaviour_logprobs[place]):.4f}"
-    style = f"background: hsl(0 90% {96 - 26 * redness:.0f}%); border-color: {_hue(version)}"
-    return f'<span class="s" style="{style}" title="{facts}">{shown}</span>'
-
-
-def write_transcripts(transcripts: Sequence[Transcript], decode: Callable[[int], str], path: Path) -> Path:
-    """Write one self-contained page; `decode` gives the text of one token id."""
-    versions = sorted({int(version) for entry in transcripts for version in entry.sample.versions[entry.sample.mask]})
-    legend = " ".join(f'<span class="s" style="border-color: {_hue(version)}">{version}</span>' for version in versions)
-    games = []
-    for entry in transcripts:
-        spans = "".join(_token_span(entry.sample, place, decode(int(token))) for place, token in enumerate(entry.sample.ids))
-        games.append(f"<h2>{html.escape(entry.title)}</h2>\n<pre>{spans}</pre>")
-    path.write_text(_PAGE.replace("LEGEND", legend).replace("GAMES", "\n".join(games)), encoding="utf-8")
-    return path

@@ -1,0 +1,233 @@
+"""Train a tiny model at tic-tac-toe: `python -m examples.agentic.tictactoe.train`.
+
+    RolloutSource (own thread): games through the client --> groups --> loss, optimizer step --> WeightPush --> next version
+                                       ^------------------ service: front and engine host processes -----------'
+
+The script starts the service with the embedded model, plays many games at once against a seeded random opponent, takes one
+policy-gradient step after another and pushes the weights after each while the next games go on. `train` is the loop to copy;
+what a run shows is in `report.py`. One thread each for trainer and engine: a run fits two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+import rollout
+from examples.agentic.tictactoe.env import TicTacToe
+from examples.agentic.tictactoe.report import HeldOut, LiveReport, Run, StepRecord, show, write_files
+from examples.agentic.tictactoe.reward import NUM_HELD_OUT_GAMES, WinRate, held_out_seeds, training_seed
+from examples.agentic.tiny_model import MODEL_DIR
+from rollout.agent import ChatFormat, EpisodeLimits, EpisodeTask, TurnSampling, run_episode
+from trainer_bridge import (
+    Batch,
+    GroupTask,
+    LogprobGap,
+    PushReport,
+    RolloutGroup,
+    RolloutSource,
+    TrainingSample,
+    WeightPush,
+    collate,
+    each_member,
+    logprob_gap,
+    policy_loss,
+    samples_of,
+    token_logprobs,
+)
+
+MAX_ANSWER_TOKENS = 4
+CONCURRENT_HELD_OUT_GAMES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What decides a run. `episodes` is games per optimizer step, in groups of `group_size` that share a game's seed."""
+
+    steps: int = 56
+    episodes: int = 128
+    group_size: int = 8
+    lr: float = 3e-4
+    max_staleness: int = 1
+    held_out: int = NUM_HELD_OUT_GAMES
+    seed: int = 0
+    model: Path = MODEL_DIR
+    out: Path = Path("demo-out")
+    json: bool = False
+
+
+class GameTable:
+    """Where games are played: the client and what every game of a run shares."""
+
+    def __init__(self, client: rollout.Client):
+        self._client = client.aio
+        self._info = client.info()
+        self._format = asyncio.run(ChatFormat.of(client.aio))
+
+    async def play(self, seed: int, *, group: int, member: int, attempt: int = 0) -> list[TrainingSample]:
+        """Play one game to its end. Members of a group meet the same opponent and draw their own tokens."""
+        game = TicTacToe()
+        result = await run_episode(
+            self._client,
+            EpisodeTask(make_environment=lambda: game, seed=seed, member=member, attempt=attempt),
+            format=self._format,
+            info=self._info,
+            sampling=TurnSampling(temperature=1.0),
+            limits=EpisodeLimits(max_new_tokens=MAX_ANSWER_TOKENS),
+        )
+        turns = [turn for row in result.rows for turn in row.turns]
+        facts = {
+            "outcome": game.outcome,
+            "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+            "cached_tokens": sum(turn.cached_tokens for turn in turns),
+        }
+        return samples_of(result, group_id=group, member=member, info=facts)
+
+    async def play_for_training(self, task: GroupTask[int], member: int) -> list[TrainingSample]:
+        """Play one member of a group for a `RolloutSource`."""
+        return await self.play(task.prompt, group=task.index, member=member, attempt=task.attempt)
+
+    def play_held_out(self, games: int) -> list[TrainingSample]:
+        """Play the held-out games, which no training step plays, each once. Blocks: until all have ended."""
+        free = asyncio.Semaphore(CONCURRENT_HELD_OUT_GAMES)
+
+        async def one(seed: int) -> list[TrainingSample]:
+            async with free:
+                return await self.play(seed, group=seed, member=0)
+
+        async def all_games() -> list[list[TrainingSample]]:
+            return await asyncio.gather(*(one(seed) for seed in held_out_seeds(games)))
+
+        return [sample for samples in asyncio.run(all_games()) for sample in samples]
+
+
+def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the trainer's log-probability of each sampled token. Shapes: [S, T]."""
+    output = model(input_ids=batch.ids_ST, attention_mask=batch.attention_mask_ST, position_ids=batch.positions_ST, use_cache=False)
+    return token_logprobs(output.logits, batch)
+
+
+def train(options: Options, live: LiveReport) -> Run:
+    """Run the demo: held-out games, training steps, held-out games."""
+    started = time.monotonic()
+    torch.manual_seed(options.seed)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    groups = options.episodes // options.group_size
+    seeds = [training_seed(options.seed, step, group) for step in range(options.steps) for group in range(groups)]
+    live.phase("starting the service")
+    with rollout.local(str(options.model), dtype="float32", threads=1, max_rows=64) as client:
+        table = GameTable(client)
+        push = WeightPush(client, model)
+        run = Run(seed=options.seed, initial_version=push.version, tokenizer=client.tokenizer())
+        live.phase(f"playing {options.held_out} held-out games with the shipped weights")
+        held_out = table.play_held_out(options.held_out)
+        run.add_held_out(measure(model, held_out, push.version), held_out)
+        live.phase("training")
+        with RolloutSource(
+            seeds,
+            each_member(table.play_for_training),
+            group_size=options.group_size,
+            version=lambda: push.version,
+            max_staleness=options.max_staleness,
+            max_ahead=max(1, options.max_staleness) * groups,
+        ) as source:
+            for step in range(1, options.steps + 1):
+                step_started = time.monotonic()
+                taken = source.next(groups)
+                samples = [sample for group in taken for sample in group.samples]
+                batch = collate(samples, version=push.version)
+                new_logprobs = forward(model, batch)
+                outcome = policy_loss(new_logprobs, batch)
+                gap = logprob_gap(new_logprobs, batch)
+                optimizer.zero_grad()
+                outcome.loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                report = push.push(trainer_step=step)
+                live.add(run.add(record(step, taken, gap, report, time.monotonic() - step_started), samples))
+        live.phase(f"playing {options.held_out} held-out games with the final weights")
+        held_out = table.play_held_out(options.held_out)
+        run.add_held_out(measure(model, held_out, push.version), held_out)
+    run.seconds = time.monotonic() - started
+    return run
+
+
+def measure(model: torch.nn.Module, samples: Sequence[TrainingSample], version: int) -> HeldOut:
+    """Return how held-out games ended and how far the trainer's log-probabilities of their tokens are from the service's."""
+    with torch.no_grad():
+        batch = collate(samples, np.zeros(len(samples)), version=version)
+        gap = logprob_gap(forward(model, batch), batch)
+    return HeldOut(version=version, rates=WinRate.of(sample.info["outcome"] for sample in samples if sample.is_trainable), gap=gap)
+
+
+def record(step: int, groups: Sequence[RolloutGroup[int]], gap: LogprobGap, report: PushReport, seconds: float) -> StepRecord:
+    """Return what the report shows of a step."""
+    samples = [sample for group in groups for sample in group.samples if sample.is_trainable]
+    rates = WinRate.of(sample.info["outcome"] for sample in samples)
+    return StepRecord(
+        step=step,
+        reward=float(np.mean([sample.reward for sample in samples])),
+        win_rate=rates.win,
+        illegal_rate=rates.illegal,
+        tokens=sum(sample.num_sampled for sample in samples),
+        seconds=seconds,
+        cached_share=sum(sample.info["cached_tokens"] for sample in samples) / sum(sample.info["prompt_tokens"] for sample in samples),
+        version=report.version,
+        staleness=float(np.mean([group.staleness for group in groups])),
+        pause_ms=report.pause_ms,
+        max_logprob_gap=gap.max_exact,
+        gap_tokens=gap.num_exact,
+        mean_abs_log_ratio=gap.mean_other,
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line."""
+    default = Options()
+    parser = argparse.ArgumentParser(prog="python -m examples.agentic.tictactoe.train", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--episodes", type=int, default=default.episodes, help="games per step (default %(default)s)")
+    parser.add_argument("--group-size", type=int, default=default.group_size, help="games that share one opponent (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=default.lr, help="learning rate of AdamW (default %(default)s)")
+    parser.add_argument(
+        "--max-staleness", type=int, default=default.max_staleness, help="versions a game may lag behind (default %(default)s)"
+    )
+    parser.add_argument("--held-out", type=int, default=default.held_out, help="games that measure the win rate (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="decides opponents and draws (default %(default)s)")
+    parser.add_argument("--model", type=Path, default=default.model, help="model folder (default: the embedded one)")
+    parser.add_argument("--out", type=Path, default=default.out, help="folder for curve, transcripts and steps (default %(default)s)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON line on standard output; everything else goes to standard error"
+    )
+    options = Options(**vars(parser.parse_args(arguments)))
+    for name in ("steps", "episodes", "group_size", "held_out"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    if options.group_size < 2 or options.episodes % options.group_size:
+        parser.error(f"--episodes {options.episodes} must be a multiple of --group-size {options.group_size}, which is at least 2")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, then show what came of it."""
+    torch.set_num_threads(1)
+    options = parse_options(arguments)
+    with LiveReport(options.steps, quiet=options.json) as live:
+        run = train(options, live)
+    show(live.console, run, write_files(run, options.out, live.console))
+    if options.json:
+        print(json.dumps(run.summary()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
