@@ -158,7 +158,7 @@ class PrefixIndex:
             assert node.parent is None or self._nodes.get(node.parent.key) is node.parent, "a node outlived its parent"
 
     def _key(self, parent: _Node | None, salt: str | None, ids: np.ndarray, index: int) -> tuple[object, ...]:
-        text = ids[index * self._page_size : (index + 1) * self._page_size].tobytes()
+        text = ids[index * self._page_size : (index + 1) * self._page_size].astype(np.int32).tobytes()
         return (self._epoch, salt, text) if parent is None else (id(parent), text)
 
     def _walk(self, ids: np.ndarray, salt: str | None, limit: int) -> list[_Node]:
