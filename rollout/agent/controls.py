@@ -21,29 +21,29 @@ from rollout.agent.errors import UntrustedControlToken
 class Placeholders:
     """The placeholders of one conversation: `mark` swaps control texts out, `restore` brings them back.
 
-    The names hold 64 random bits, so no text of the conversation can hold one by chance or design; they are plain letters and
-    digits, so no JSON escaping and no trimming in a template touches them.
+    The names hold 20 random digits, so no text of the conversation can hold one by chance or design; they are digits only and of
+    one length, so that no escaping, trimming or change of case in a template touches them and none begins another.
     """
 
     __slots__ = ("_controls", "_names", "_nonce", "_texts")
 
     def __init__(self, controls: ControlText):
         self._controls = controls
-        self._nonce = f"qz{secrets.token_hex(8)}"
+        self._nonce = str(10**19 + secrets.randbelow(9 * 10**19))
         self._texts: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
-    def _name(self, kind: str, number: int) -> str:
-        return f"{self._nonce}{kind}{number}z"
+    def _name(self, kind: int, number: int) -> str:
+        return f"{self._nonce}{kind}{number:09}"
 
     def reply(self, number: int) -> str:
         """Return the name that stands for sampled reply `number`."""
-        return self._name("r", number)
+        return self._name(1, number)
 
     def _hide(self, text: str) -> str:
         name = self._names.get(text)
         if name is None:
-            name = self._names[text] = self._name("c", len(self._texts))
+            name = self._names[text] = self._name(2, len(self._texts))
             self._texts[name] = text
         return name
 
@@ -60,7 +60,7 @@ class Placeholders:
 
     def pattern(self) -> re.Pattern[str] | None:
         """Return what matches any placeholder made so far, None if there is none."""
-        return re.compile("|".join(map(re.escape, sorted(self._texts, key=len, reverse=True)))) if self._texts else None
+        return re.compile("|".join(self._texts)) if self._texts else None
 
     def restore(self, text: str) -> str:
         """Return rendered text with the hidden texts back in place."""

@@ -40,7 +40,7 @@ class _Reply:
 
 
 class Conversation:
-    """Messages and sampled replies of one episode, and the text of its current row.
+    """Messages and sampled replies of one episode, and the text of its current row up to the last reply.
 
     `start`, then `add_reply` and `extend` in turn. One owner: the episode.
     """
@@ -66,18 +66,17 @@ class Conversation:
         text = self._format.decode(inner)
         self._replies.append(_Reply(len(self._messages), inner, text, end_id))
         self._messages.append({"role": "assistant", "content": text})
-        self._row_text += text
         return text
 
     def extend(self, messages: Sequence[Message]) -> Continuation:
         """Add what the environment says after the last turn. Raises: ChatFormatError (nothing has changed then)."""
         grown = self._messages + self._format.mark(messages, self._placeholders)
         text = self._render(grown)
-        added = _rest(text, self._row_text)
+        last = self._replies[-1] if self._replies else None
+        added = _rest(text, self._row_text, last.text if last else "")
         forks = added is None
         ids = self._rewritten(grown, text) if added is None else self._encode(added)
-        ended_by = self._replies[-1].end_id if self._replies else None
-        if not forks and ended_by is not None and len(ids) and int(ids[0]) == ended_by:
+        if not forks and last and last.end_id is not None and len(ids) and int(ids[0]) == last.end_id:
             ids = ids[1:]  # the policy sampled it
         self._messages, self._row_text = grown, text
         return Continuation(ids=ids, forks=forks)
@@ -154,10 +153,17 @@ class Conversation:
         return np.concatenate([self._format.fragment_ids(lead), middle, self._format.fragment_ids(trail)])
 
 
-def _rest(text: str, beginning: str) -> str | None:
-    """Return `text` without `beginning`, comparing up to whitespace; None if it does not begin so."""
-    if text.startswith(beginning):
-        return text[len(beginning) :]
+def _rest(text: str, row_text: str, reply: str) -> str | None:
+    """Return what follows the row and its last reply in `text`, comparing up to whitespace; None if it does not begin so."""
+    if text.startswith(row_text + reply):
+        return text[len(row_text) + len(reply) :]
+    rest = _after(text[len(row_text) :], reply) if text.startswith(row_text) else _after(text, row_text + reply)
+    blank = reply[len(reply.rstrip()) :]
+    return rest[len(blank) :] if rest is not None and rest.startswith(blank) else rest
+
+
+def _after(text: str, beginning: str) -> str | None:
+    """Return `text` after `beginning` and the whitespace inside it, None if other characters differ."""
     wanted = "".join(beginning.split())
     if not "".join(text.split()).startswith(wanted):
         return None
@@ -165,9 +171,7 @@ def _rest(text: str, beginning: str) -> str | None:
     at = 0
     for _ in wanted:
         at = solid.search(text, at).end()  # type: ignore[union-attr]
-    rest = text[at:]
-    blank = beginning[len(beginning.rstrip()) :]
-    return rest[len(blank) :] if rest.startswith(blank) else rest
+    return text[at:]
 
 
 def _between(text: str, outside: Sequence[str]) -> list[str]:

@@ -496,7 +496,11 @@ def _checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:
         )
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise InvalidEpisode(
-            "an id is out of range", field="ids", value=int(array.max()), limit="0 to 2**31 - 1", remedy="encode with the model's tokenizer"
+            f"ids reach from {int(array.min())} to {int(array.max())}",
+            field="ids",
+            value=int(array.max()),
+            limit="0 to 2**31 - 1",
+            remedy="encode with the model's tokenizer",
         )
     return array.astype(np.int32)
 
