@@ -1,0 +1,155 @@
+"""The prefix index: what hits, what never hits, and that references add up after any history."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from areno.kv.pool import PagePool
+from areno.kv.prefix import PrefixIndex, expand_spans, run_lengths
+
+G = 4
+
+
+def _ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def _stored(pool: PagePool, index: PrefixIndex, ids: np.ndarray, **kind: str | None) -> list[int]:
+    """Put the full pages of `ids` into the index as a finished request would, and let go of them."""
+    pages = pool.allocate(ids.size // G)
+    lineage = kind.pop("lineage", None)
+    if lineage is None:
+        index.publish(ids, pages, salt=kind.get("salt"))
+    else:
+        index.remember(lineage, salt=kind.get("salt"), ids=ids, pages=pages, versions=np.zeros(len(pages) * G, dtype=np.int64))
+    for page in pages:
+        pool.release(page)
+    return pages
+
+
+def _hit(
+    pool: PagePool, index: PrefixIndex, ids: np.ndarray, *, salt: str | None = None, lineage: str | None = None, oldest: int = 0
+) -> list[int]:
+    match = index.match(ids, salt=salt, lineage=lineage, oldest_version=oldest)
+    for page in match.pages:
+        pool.release(page)
+    return match.pages
+
+
+def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    pages = _stored(pool, index, np.arange(12))
+    assert _hit(pool, index, np.arange(12)) == pages[:2]
+    assert _hit(pool, index, np.arange(13)) == pages
+    assert _hit(pool, index, np.arange(4)) == []
+    assert _hit(pool, index, np.arange(5)) == pages[:1]
+
+
+def test_ids_are_compared_in_full_whatever_their_integer_type() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    pages = _stored(pool, index, np.arange(8, dtype=np.int32))
+    assert _hit(pool, index, np.arange(9, dtype=np.int64)) == pages
+    other = np.arange(9)
+    other[6] = 99
+    assert _hit(pool, index, other) == pages[:1]
+
+
+def test_salt_and_epoch_separate_entries() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    salted = _stored(pool, index, np.arange(8), salt="a")
+    assert _hit(pool, index, np.arange(9)) == [] and _hit(pool, index, np.arange(9), salt="b") == []
+    assert _hit(pool, index, np.arange(9), salt="a") == salted
+    index.start_epoch(1)
+    assert _hit(pool, index, np.arange(9), salt="a") == [] and pool.num_free == 16
+
+
+def test_a_lineage_keeps_its_own_pages_across_epochs_up_to_its_lag() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    own = _stored(pool, index, np.arange(8), lineage="episode")
+    index.start_epoch(3)
+    assert _hit(pool, index, np.arange(9), lineage="episode") == own
+    assert _hit(pool, index, np.arange(9), lineage="other") == [] and _hit(pool, index, np.arange(9)) == []
+    assert _hit(pool, index, np.arange(9), lineage="episode", oldest=1) == []
+    assert _hit(pool, index, np.arange(9), lineage="episode", salt="x") == []
+
+
+def test_eviction_takes_leaves_first_and_spares_pages_in_use() -> None:
+    pool = PagePool(8, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    first, second = _stored(pool, index, np.arange(12)), _stored(pool, index, np.arange(100, 108))
+    used = index.match(np.arange(100, 109), salt=None, lineage=None, oldest_version=0).pages
+    assert used == second
+    assert index.evict(1) == 1 and _hit(pool, index, np.arange(13)) == first[:2]
+    assert index.evict(99) == 2 and pool.num_free == 6
+    for page in used:
+        pool.release(page)
+    assert index.evict(99) == 2 and pool.num_free == 8
+
+
+def test_a_disabled_index_never_hits_and_never_holds() -> None:
+    pool = PagePool(8, first=0)
+    index = PrefixIndex(pool, G, epoch=0, enabled=False)
+    _stored(pool, index, np.arange(8))
+    _stored(pool, index, np.arange(8), lineage="x")
+    assert _hit(pool, index, np.arange(9), lineage="x") == [] and pool.num_free == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_references_add_up_after_any_history(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pool = PagePool(40, first=2)
+    index = PrefixIndex(pool, G, epoch=0)
+    running: list[list[int]] = []
+    epoch = 0
+    for _ in range(600):
+        choice = rng.random()
+        ids = rng.integers(0, 3, size=int(rng.integers(1, 30)))
+        if choice < 0.45:
+            lineage = f"l{rng.integers(3)}" if rng.random() < 0.5 else None
+            match = index.match(ids, salt=None, lineage=lineage, oldest_version=epoch - 2)
+            need = max(-(-ids.size // G) - len(match.pages), 0)
+            if need > pool.num_free:
+                index.evict(need - pool.num_free)
+            if need > pool.num_free:
+                for page in match.pages:
+                    pool.release(page)
+                continue
+            pages = match.pages + pool.allocate(need)
+            full = ids.size // G
+            if lineage is not None:
+                index.remember(lineage, salt=None, ids=ids, pages=pages[:full], versions=np.full(full * G, epoch))
+            elif match.spans in ((), ((0, epoch),)):
+                index.publish(ids, pages[:full], salt=None)
+            running.append(pages)
+        elif choice < 0.85 and running:
+            for page in running.pop(int(rng.integers(len(running)))):
+                pool.release(page)
+        elif choice < 0.93:
+            index.evict(int(rng.integers(1, 6)))
+        elif choice < 0.98:
+            epoch += 1
+            index.start_epoch(epoch)
+        index.check_integrity()
+        held: Counter[int] = Counter(index.held_pages)
+        for pages in running:
+            held.update(pages)
+        pool.check_integrity(dict(held))
+    for pages in running:
+        for page in pages:
+            pool.release(page)
+    index.clear()
+    assert pool.num_free == 40
+
+
+def test_run_lengths_and_their_expansion_are_inverse() -> None:
+    versions = np.array([0, 0, 0, 2, 2, 5, 0])
+    assert run_lengths(versions) == ((0, 0), (3, 2), (5, 5), (6, 0))
+    assert np.array_equal(expand_spans(run_lengths(versions), 7), versions)
+    assert run_lengths(_ids()) == ()
