@@ -320,7 +320,7 @@ def plain_text(text: str, limit: int = 2000) -> str:
     return text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def plain_value(value: object) -> None | bool | int | float | str:
+def plain_value(value: object) -> bool | int | float | str | None:
     """Return an offending value as something that msgpack can always carry."""
     if value is None or isinstance(value, bool):
         return value

@@ -110,7 +110,7 @@ class StateFolder:
         return f"ipc://{self.root / 'run' / 'service'}"
 
     def _name(self, address: str) -> str:
-        return xxhash.xxh3_64_hexdigest(address)
+        return xxhash.xxh3_64_hexdigest(address.encode())
 
     def announcement_path(self, address: str) -> Path:
         """Return the file that announces the service of this address."""

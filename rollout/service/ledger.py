@@ -48,7 +48,7 @@ class Terminal:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One request. `host` names the engine host that runs it; `submitted` whether it was handed over."""
+    """One request. `host` names the engine host that runs it; `submitted`: handed over; `killing`: its end was asked for."""
 
     row: int
     engine_id: int
@@ -63,6 +63,7 @@ class Record:
     min_version: int | None = None
     host: int = 0
     submitted: bool = False
+    killing: bool = False
     state: RecordState = RecordState.DECIDING
     terminal: Terminal | None = None
 

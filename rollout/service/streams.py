@@ -149,7 +149,12 @@ class Streams:
         tokens = self._ledger.tokens.gather(rows, starts, counts)
         ends = starts + counts
         finished, complete = self._endings(rows, ends)
-        arrays = {"request_ids": self._request_ids[rows], "offsets": starts, "counts": counts.astype(np.int32), **token_arrays(tokens)}
+        arrays: dict[str, np.ndarray] = {
+            "request_ids": self._request_ids[rows],
+            "offsets": starts,
+            "counts": counts.astype(np.int32),
+            **token_arrays(tokens),
+        }
         frames = encode(Op.DELTAS, NO_REQUEST, {"seq": session.flush_seq + 1, "finished": finished}, arrays)
         sent = self._send(session, frames)
         session.stalled = sent is Sent.FULL

@@ -112,7 +112,7 @@ class TokenStore:
         Shapes: `rows` [n] names the row of each token; a row may come several times.
         """
         order = np.argsort(rows, kind="stable")
-        grown, first, counts = np.unique(rows[order], return_index=True, return_counts=True)
+        grown, counts = np.unique(rows, return_counts=True)
         before = self.lengths[grown]
         after = before + counts
         needed = (after + PAGE - 1) // PAGE

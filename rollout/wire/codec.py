@@ -78,7 +78,7 @@ def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arra
     for name, array in (arrays or {}).items():
         packed = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         descriptors.append([name, packed.dtype.str, list(packed.shape)])
-        frames.append(memoryview(packed).cast("B") if packed.size else b"")
+        frames.append(packed.data.cast("B") if packed.size else b"")
     try:
         frames[1] = msgpack.packb([fields, descriptors], use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:

@@ -138,6 +138,12 @@ class Generate(Message):
     deadline_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
 
+class Cancel(Message):
+    """End the generation `target`; the header's request id names this call."""
+
+    target: Token16
+
+
 class CancelResult(Message):
     """Whether this cancel ends the request, and the state it was found in."""
 
@@ -393,7 +399,7 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.DONE: Nothing,
     Op.GENERATE: Generate,
     Op.ATTACH: Nothing,
-    Op.CANCEL: Nothing,
+    Op.CANCEL: Cancel,
     Op.CANCEL_RESULT: CancelResult,
     Op.DELTAS: Deltas,
     Op.ACK: Ack,

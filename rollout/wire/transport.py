@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator
 
 import zmq
 

@@ -1,0 +1,216 @@
+"""The blocking facade: waits in the calling thread for what the I/O thread brings.
+
+It never touches an event loop, so it works inside a running one (a notebook's) as well as in plain scripts and in
+several threads at once. An interrupt (Ctrl-C) in a waiting call cancels that call's request and leaves the client
+usable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from rollout.client import operations
+from rollout.client.client import AsyncClient, load_tokenizer
+from rollout.client.connection import Connection, answer, wait_blocking
+from rollout.client.operations import Operation
+from rollout.client.parameters import GenerationOptions, Ids, prepare
+from rollout.client.pending import StreamRecord
+from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
+
+if TYPE_CHECKING:
+    import tokenizers
+
+T = TypeVar("T")
+
+
+class Stream:
+    """The deltas of one generation; iterate it. `request_id` names the request; `close` cancels it if it is not over."""
+
+    def __init__(self, connection: Connection, record: StreamRecord) -> None:
+        self._connection, self._record = connection, record
+        self._cursor = 0
+        self._over = False
+        self._finalizer = weakref.finalize(self, connection.abandon, record)
+
+    @property
+    def request_id(self) -> bytes:
+        """The request's id."""
+        return self._record.request_id
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._over:
+            raise StopIteration
+        record = self._record
+        if record.length == self._cursor and not record.done:
+            self._news()
+        done = record.done
+        start, stop = self._cursor, record.length
+        self._cursor = stop
+        if not done:
+            return record.delta(start, stop, None)
+        if record.error is None and record.ending is not None and record.ending.kind == "failed" and stop > start:
+            return record.delta(start, stop, None)
+        self._over = True
+        return record.delta(start, stop, record.result())
+
+    def _news(self) -> None:
+        woken = threading.Event()
+        listener = self._record.listen(woken.set, each=True)
+        try:
+            while self._record.length == self._cursor and not self._record.done:
+                woken.wait()
+                woken.clear()
+        except BaseException:
+            self._connection.abandon(self._record)
+            raise
+        finally:
+            self._record.unlisten(listener)
+
+    def close(self) -> None:
+        """Cancel the request if it is not over; idempotent."""
+        self._over = True
+        self._connection.abandon(self._record)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Client:
+    """A client of a rollout service for plain code; `aio` is the async facade over the same connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.aio = AsyncClient(connection)
+
+    @property
+    def address(self) -> str:
+        """The service's address."""
+        return self._connection.address
+
+    def _run(self, operation: Operation[T]) -> T:
+        call = self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+        wait_blocking(call)
+        return operation.read(answer(call))
+
+    def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
+        """Sample from the model; options as in `GenerationOptions`. Blocks.
+
+        Returns for stop, length, cancelled and expired. An interrupt cancels the request.
+        Raises: InvalidRequest and its kind, Unavailable and its kind, RequestFailed.
+        """
+        record = self._connection.submit(prepare(prompt_ids, options))
+        try:
+            wait_blocking(record)
+        except BaseException:
+            self._connection.abandon(record)
+            raise
+        return record.result()
+
+    def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Stream:
+        """Sample from the model and return the stream of deltas; the last one carries the generation."""
+        return Stream(self._connection, self._connection.submit(prepare(prompt_ids, options)))
+
+    def score(self, ids: Ids, *, temperature: float = 1.0) -> Score:
+        """Return the log-probabilities of given ids. Blocks."""
+        return self._run(operations.score(ids, temperature))
+
+    def cancel(self, request_id: bytes) -> CancelResult:
+        """End a generation of this client; idempotent. Blocks."""
+        return self._run(operations.cancel(request_id))
+
+    def info(self) -> ServiceInfo:
+        """Return what the service is. Blocks."""
+        return self._run(operations.info())
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and gauges; the engine's under "engine". Blocks."""
+        return self._run(operations.stats())
+
+    def pause(self) -> None:
+        """Let the engine stand still until `resume`, or until this client's lease ends; idempotent. Blocks."""
+        self._run(operations.pause())
+
+    def resume(self) -> None:
+        """Drop this client's pause; idempotent. Blocks."""
+        self._run(operations.resume())
+
+    def shutdown(self) -> None:
+        """End the service. Blocks."""
+        self._run(operations.shutdown())
+
+    def weights_begin(
+        self,
+        manifest: Mapping[str, Mapping[str, Any]] | None,
+        *,
+        trainer_step: int | None = None,
+        restore: int | None = None,
+        partial: bool = False,
+    ) -> UpdateTicket:
+        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Blocks. Raises: UpdateBusy, ManifestMismatch."""
+        return self._run(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
+
+    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
+        """Stage a safetensors file below `info().weights_dir`. Blocks. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""
+        self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
+
+    def weights_commit(
+        self, update_id: str, *, digests: Mapping[str, int] | None = None, canaries: Sequence[CanarySpec] = ()
+    ) -> UpdateReport:
+        """Prove and publish an update. Blocks. Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate."""
+        return self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries))
+
+    def weights_abort(self, update_id: str) -> None:
+        """Drop an update; idempotent. Blocks."""
+        self._run(operations.weights_abort(update_id))
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the model folder's tokenizer files by name. Blocks."""
+        return self._run(operations.tokenizer_files())
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Return the model's tokenizer. Blocks."""
+        return load_tokenizer(self.tokenizer_files())
+
+    def episode(self, **options: Any) -> Any:
+        """Start an episode over the async facade; see `rollout.agent.Episode`. Blocks: only here, its turns are awaited."""
+        agent = importlib.import_module("rollout.agent")
+        if options.get("format") is None and options.get("prompt_ids") is None:
+            options["format"] = agent.ChatFormat(self.tokenizer_files())
+        return agent.Episode(self.aio, info=options.pop("info", None) or self.info(), **options)
+
+    def close(self) -> None:
+        """End the session; its requests are cancelled. Blocks: a moment."""
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def connect(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> Client:
+    """Connect to a service; without an address, to the one that the state folder announces. Blocks.
+
+    Raises: NoService, ServerUnavailable within `timeout_s`, ProtocolMismatch.
+    """
+    connection = Connection(address, timeout_s=timeout_s, name=name)
+    try:
+        wait_blocking(connection.connected)
+        if connection.connected.error is not None:
+            raise connection.connected.error
+    except BaseException:
+        connection.close()
+        raise
+    return Client(connection)

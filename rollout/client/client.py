@@ -1,0 +1,223 @@
+"""The async facade: awaits what the I/O thread brings. Works in any running event loop, also in several.
+
+A cancelled await cancels its request; leaving a stream early does too. The blocking facade in `blocking.py` has the
+same names and arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from rollout.client import operations
+from rollout.client.connection import Connection, answer, wait_async
+from rollout.client.operations import Operation
+from rollout.client.parameters import GenerationOptions, Ids, prepare
+from rollout.client.pending import StreamRecord
+from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
+from rollout.errors import RolloutError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+T = TypeVar("T")
+
+
+def load_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+    """Return the tokenizer of these files. Raises: RolloutError if the model folder has none."""
+    content = files.get("tokenizer.json")
+    if content is None:
+        raise RolloutError(
+            "the model folder has no tokenizer.json", field="tokenizer", remedy="save the tokenizer with the model, in the fast format"
+        )
+    return importlib.import_module("tokenizers").Tokenizer.from_buffer(content)
+
+
+class AsyncStream:
+    """The deltas of one generation; iterate it. `request_id` names the request; `aclose` cancels it if it is not over."""
+
+    def __init__(self, connection: Connection, record: StreamRecord) -> None:
+        self._connection, self._record = connection, record
+        self._cursor = 0
+        self._over = False
+        self._finalizer = weakref.finalize(self, connection.abandon, record)
+
+    @property
+    def request_id(self) -> bytes:
+        """The request's id."""
+        return self._record.request_id
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._over:
+            raise StopAsyncIteration
+        record = self._record
+        if record.length == self._cursor and not record.done:
+            await self._news()
+        done = record.done
+        start, stop = self._cursor, record.length
+        self._cursor = stop
+        if not done:
+            return record.delta(start, stop, None)
+        if record.error is None and record.ending is not None and record.ending.kind == "failed" and stop > start:
+            return record.delta(start, stop, None)
+        self._over = True
+        return record.delta(start, stop, record.result())
+
+    async def _news(self) -> None:
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        listener = self._record.listen(woken.set, loop, each=True)
+        try:
+            while self._record.length == self._cursor and not self._record.done:
+                await woken.wait()
+                woken.clear()
+        except asyncio.CancelledError:
+            self._connection.abandon(self._record)
+            raise
+        finally:
+            self._record.unlisten(listener)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is not over; idempotent."""
+        self._over = True
+        self._connection.abandon(self._record)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class AsyncClient:
+    """A client of a rollout service for event loops."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def address(self) -> str:
+        """The service's address."""
+        return self._connection.address
+
+    async def _run(self, operation: Operation[T]) -> T:
+        call = self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+        await wait_async(call)
+        return operation.read(answer(call))
+
+    async def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
+        """Sample from the model; options as in `GenerationOptions`.
+
+        Returns for stop, length, cancelled and expired. A cancelled await cancels the request.
+        Raises: InvalidRequest and its kind, Unavailable and its kind, RequestFailed.
+        """
+        record = self._connection.submit(prepare(prompt_ids, options))
+        try:
+            await wait_async(record)
+        except BaseException:
+            self._connection.abandon(record)
+            raise
+        return record.result()
+
+    def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> AsyncStream:
+        """Sample from the model and return the stream of deltas; the last one carries the generation."""
+        return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options)))
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Score:
+        """Return the log-probabilities of given ids."""
+        return await self._run(operations.score(ids, temperature))
+
+    async def cancel(self, request_id: bytes) -> CancelResult:
+        """End a generation of this client; idempotent."""
+        return await self._run(operations.cancel(request_id))
+
+    async def info(self) -> ServiceInfo:
+        """Return what the service is."""
+        return await self._run(operations.info())
+
+    async def stats(self) -> dict[str, Any]:
+        """Return counters and gauges; the engine's under "engine"."""
+        return await self._run(operations.stats())
+
+    async def pause(self) -> None:
+        """Let the engine stand still until `resume`, or until this client's lease ends; idempotent."""
+        await self._run(operations.pause())
+
+    async def resume(self) -> None:
+        """Drop this client's pause; idempotent."""
+        await self._run(operations.resume())
+
+    async def shutdown(self) -> None:
+        """End the service."""
+        await self._run(operations.shutdown())
+
+    async def weights_begin(
+        self,
+        manifest: Mapping[str, Mapping[str, Any]] | None,
+        *,
+        trainer_step: int | None = None,
+        restore: int | None = None,
+        partial: bool = False,
+    ) -> UpdateTicket:
+        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Raises: UpdateBusy, ManifestMismatch."""
+        return await self._run(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
+
+    async def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
+        """Stage a safetensors file below `info().weights_dir`. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""
+        await self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
+
+    async def weights_commit(
+        self, update_id: str, *, digests: Mapping[str, int] | None = None, canaries: Sequence[CanarySpec] = ()
+    ) -> UpdateReport:
+        """Prove and publish an update. Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate."""
+        return await self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries))
+
+    async def weights_abort(self, update_id: str) -> None:
+        """Drop an update; idempotent."""
+        await self._run(operations.weights_abort(update_id))
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the model folder's tokenizer files by name."""
+        return await self._run(operations.tokenizer_files())
+
+    async def tokenizer(self) -> tokenizers.Tokenizer:
+        """Return the model's tokenizer."""
+        return load_tokenizer(await self.tokenizer_files())
+
+    async def episode(self, **options: Any) -> Any:
+        """Start an episode; see `rollout.agent.Episode.open`."""
+        return await importlib.import_module("rollout.agent").Episode.open(self, **options)
+
+    async def close(self) -> None:
+        """End the session; its requests are cancelled. Blocks: a moment."""
+        await asyncio.to_thread(self._connection.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+
+async def connect_async(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> AsyncClient:
+    """Connect to a service; without an address, to the one that the state folder announces.
+
+    Raises: NoService, ServerUnavailable within `timeout_s`, ProtocolMismatch.
+    """
+    connection = Connection(address, timeout_s=timeout_s, name=name)
+    try:
+        await wait_async(connection.connected)
+    except BaseException:
+        connection.close()
+        raise
+    if connection.connected.error is not None:
+        connection.close()
+        raise connection.connected.error
+    return AsyncClient(connection)

@@ -1,0 +1,146 @@
+"""A client's connection as its facades use it: checked, thread-safe, closed when nobody holds it any more.
+
+The facades share one; it owns the I/O thread. A connection made before a fork refuses to work in the child, where its
+thread does not exist and its sockets must not be touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+
+from rollout.client.io_thread import IoThread
+from rollout.client.parameters import Prepared
+from rollout.client.pending import Call, Pending, StreamRecord
+from rollout.errors import Conflict, ForkedClient
+from rollout.state import StateFolder, default_state_dir
+from rollout.wire.codec import Packet, encode
+from rollout.wire.messages import Op
+from rollout.wire.security import new_token, parse_address
+
+CLOSE_WAIT_S = 3.0
+
+
+def _stop(io: IoThread, pid: int) -> None:
+    if os.getpid() == pid:
+        io.close()
+
+
+class Connection:
+    """See the module. Methods may be called from any thread."""
+
+    def __init__(self, address: str | None, *, timeout_s: float, name: str | None) -> None:
+        found = address or StateFolder(default_state_dir()).find().address
+        parse_address(found)
+        self.address = found
+        self._pid = os.getpid()
+        self._io = IoThread(found, name or f"{socket.gethostname()}:{os.getpid()}", timeout_s)
+        self._finalizer = weakref.finalize(self, _stop, self._io, self._pid)
+
+    @property
+    def connected(self) -> Pending:
+        """Ends when the service said WELCOME, or with the reason why not."""
+        return self._io.connected
+
+    @property
+    def session(self) -> str | None:
+        """The session's id in hex, for logs."""
+        welcome = self._io.welcome
+        return welcome.session.hex() if welcome is not None else None
+
+    def check(self) -> None:
+        """Raises: ForkedClient, ClientClosed."""
+        if os.getpid() != self._pid:
+            raise ForkedClient(
+                f"this client was made in process {self._pid}",
+                value=os.getpid(),
+                limit="a forked child has neither its I/O thread nor its sockets",
+                remedy="connect in the child, or start workers with the spawn method",
+            )
+        if self._io.closed is not None:
+            raise self._io.closed
+
+    def call(self, op: Op, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None, *, control: bool) -> Call:
+        """Send a call and return what to wait for."""
+        self.check()
+        request_id = new_token()
+        call = Call(request_id, encode(op, request_id, fields, arrays), time.monotonic())
+        self._io.call(call, control=control)
+        self._ended_meanwhile(call)
+        return call
+
+    def submit(self, prepared: Prepared) -> StreamRecord:
+        """Send a generation; the same id and body as one under way returns that one. Raises: Conflict."""
+        self.check()
+        frames = encode(Op.GENERATE, prepared.request_id, prepared.fields, prepared.arrays)
+        record = StreamRecord(
+            prepared.request_id, frames, time.monotonic(), prompt_ids=prepared.prompt_ids, wants_logprobs=prepared.wants_logprobs
+        )
+        known = self._io.streams.setdefault(prepared.request_id, record)
+        if known is record:
+            self._io.submit(record)
+            self._ended_meanwhile(record)
+        elif [bytes(frame) for frame in known.frames] != [bytes(frame) for frame in frames]:
+            raise Conflict(
+                f"request {prepared.request_id.hex()} is under way with another body",
+                field="request_id",
+                value=prepared.request_id.hex(),
+                remedy="draw a new request id",
+            )
+        return known
+
+    def _ended_meanwhile(self, pending: Pending) -> None:
+        """Fail what was posted while the I/O thread was ending and did not look any more."""
+        if self._io.closed is not None and not self._io.thread.is_alive() and not pending.done:
+            pending.error, pending.done = self._io.closed, True
+
+    def abandon(self, record: StreamRecord) -> None:
+        """Cancel a generation that nobody waits for any more; idempotent, never raises."""
+        if not record.done and os.getpid() == self._pid:
+            self._io.cancel(record.request_id)
+
+    def close(self) -> None:
+        """End the session. Blocks: until the I/O thread ended, a few seconds at most. No effect in a forked child."""
+        if os.getpid() == self._pid:
+            self._io.close()
+            if threading.current_thread() is not self._io.thread:
+                self._io.thread.join(CLOSE_WAIT_S)
+
+
+def wait_blocking(pending: Pending) -> None:
+    """Wait in this thread for an outcome; a KeyboardInterrupt gets through at once. Blocks."""
+    woken = threading.Event()
+    listener = pending.listen(woken.set)
+    try:
+        woken.wait()
+    finally:
+        pending.unlisten(listener)
+
+
+async def wait_async(pending: Pending) -> None:
+    """Wait in the running event loop for an outcome."""
+    if pending.done:
+        return
+    loop = asyncio.get_running_loop()
+    woken = asyncio.Event()
+    listener = pending.listen(woken.set, loop)
+    try:
+        await woken.wait()
+    finally:
+        pending.unlisten(listener)
+
+
+def answer(call: Call) -> Packet:
+    """Return a call's answer or raise its error, with this caller's traceback only."""
+    try:
+        return call.result()
+    finally:
+        if call.error is not None:
+            call.error.__traceback__ = None

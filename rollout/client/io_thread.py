@@ -1,0 +1,421 @@
+"""The daemon thread that owns a client's sockets, its lease and everything in flight.
+
+    callers --post(command)--> wake-up pipe --> poll --> commands, data socket, control socket, timers
+    callers <--Event / loop.call_soon_threadsafe-- listeners of what changed (one post per event loop and turn)
+
+It says HELLO, keeps the lease by heartbeats whatever the callers do, takes packed deltas apart into the records of the
+streams, acknowledges them, continues its session after a lost connection, and fails what waits on a silent service.
+Invariant: nobody else touches the sockets; every pending ends (answer, ending or error), also when this thread breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from rollout.client.pending import Call, Columns, Pending, StreamRecord
+from rollout.errors import (
+    ClientClosed,
+    ProtocolMismatch,
+    RolloutError,
+    ServerRestarted,
+    ServerUnavailable,
+    WireError,
+    error_from_fields,
+)
+from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
+from rollout.wire.messages import CLIENT_REPLIES, Deltas, ErrorBody, Op, Welcome
+from rollout.wire.security import new_token
+from rollout.wire.transport import Context, Peer, Poller, Sent
+
+log = logging.getLogger("rollout.client")
+MAX_MESSAGE_BYTES = 2**30
+MAX_HEARTBEAT_S = 5.0
+SUSPENSION_S = 1.0
+
+
+class _Link:
+    """One socket: its connection state, what waits for the welcome, and what waits for room."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.hello_id = NO_REQUEST
+        self.welcomed = False
+        self.queue: deque[list[Frame]] = deque()
+        self.unsent: deque[list[Frame]] = deque()
+
+
+class IoThread:
+    """See the module. Public methods may be called from any thread."""
+
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        self.address, self._name, self._timeout_s = address, name, timeout_s
+        self.streams: dict[bytes, StreamRecord] = {}
+        self._calls: dict[bytes, tuple[Call, bool]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self.connected = Pending(NO_REQUEST, [], time.monotonic())
+        self.closed: RolloutError | None = None
+        self.welcome: Welcome | None = None
+        self._closing = False
+        # Messages for the control socket from before its address is known.
+        self._waiting_for_control: deque[list[Frame]] = deque()
+        self._posts: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._last_heard = time.monotonic()
+        self._next_heartbeat = self._last_heard
+        self._seq = 0
+        self.thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
+        self.thread.start()
+
+    # Any thread
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run a command in the I/O thread soon."""
+        self._commands.append(command)
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"\0")
+
+    def submit(self, record: StreamRecord) -> None:
+        """Send a generation that is in `streams` already."""
+        self.post(lambda: self._start(record, self._data))
+
+    def call(self, call: Call, *, control: bool) -> None:
+        """Send a call."""
+
+        def start() -> None:
+            self._calls[call.request_id] = (call, control)
+            self._start(call, self._control if control else self._data)
+
+        self.post(start)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ask for a generation's end without waiting for the answer."""
+        self.post(lambda: self._send(self._data, encode(Op.CANCEL, new_token(), {"target": request_id})))
+
+    def close(self) -> None:
+        """End the session and the thread soon; idempotent."""
+
+        def stop() -> None:
+            self._closing = True
+
+        self.post(stop)
+
+    # The thread
+
+    def _run(self) -> None:
+        error: RolloutError = ClientClosed("the client was closed", remedy="connect again")
+        context = Context()
+        try:
+            self._data = _Link(context.dealer(self.address, MAX_MESSAGE_BYTES))
+            self._control: _Link | None = None
+            self._context = context
+            self._poller = Poller([self._data.peer, self._wake_read])
+            self._hello(self._data)
+            self._loop()
+        except Exception as broken:
+            log.exception("the client's I/O thread broke")
+            error = ClientClosed(f"the client's I/O thread broke: {type(broken).__name__}: {broken}", remedy="connect again")
+        self.closed = error
+        self._fail(lambda pending: error)
+        self._commands_after_end(error)
+        self._post_to_loops()
+        context.close()
+
+    def _commands_after_end(self, error: RolloutError) -> None:
+        """Let commands that came too late fail like the rest."""
+        while self._commands:
+            with contextlib.suppress(Exception):
+                self._commands.popleft()()
+        self._fail(lambda pending: error)
+
+    def _loop(self) -> None:
+        before, timeout_s = time.monotonic(), 0.0
+        while not self._closing:
+            ready = self._poller.wait(timeout_s)
+            now = time.monotonic()
+            if now - before - timeout_s > SUSPENSION_S:
+                self._last_heard += now - before - timeout_s
+            before = now
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 65536)
+            while self._commands:
+                self._commands.popleft()()
+            for link in (self._data, self._control):
+                if link is not None:
+                    self._send_unsent(link)
+                    self._drain(link)
+            timeout_s = self._tick()
+            self._post_to_loops()
+        if self._data.welcomed:
+            self._data.peer.send(encode(Op.GOODBYE, NO_REQUEST, {}))
+
+    def _tick(self) -> float:
+        now = time.monotonic()
+        lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
+        interval = min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + interval
+            if self._data.welcomed and not self._data.unsent:
+                self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
+        if now - self._last_heard > self._timeout_s:
+            self._fail_silent(now)
+        return max(0.0, min(self._next_heartbeat - now, self._timeout_s / 4))
+
+    def _fail_silent(self, now: float) -> None:
+        def verdict(pending: Pending) -> RolloutError | None:
+            if now - max(self._last_heard, pending.since) <= self._timeout_s:
+                return None
+            return ServerUnavailable(
+                f"no answer from {self.address} for {now - self._last_heard:.1f} s",
+                field="address",
+                value=self.address,
+                limit=f"timeout_s is {self._timeout_s:g}",
+                remedy="check that the service runs (python -m rollout check), then connect again",
+            )
+
+        self._fail(verdict)
+
+    def _fail(self, verdict: Callable[[Pending], RolloutError | None]) -> None:
+        everything: list[Pending] = [self.connected, *(call for call, _ in self._calls.values()), *self.streams.values()]
+        for pending in everything:
+            error = verdict(pending) if not pending.done else None
+            if error is not None:
+                self._end(pending, error)
+
+    def _end(self, pending: Pending, error: RolloutError | None = None) -> None:
+        """Publish an outcome and forget the pending."""
+        if pending.done:
+            return
+        self._calls.pop(pending.request_id, None)
+        if self.streams.get(pending.request_id) is pending:
+            del self.streams[pending.request_id]
+        pending.error = error
+        pending.done = True
+        self._tell(pending)
+
+    def _tell(self, pending: Pending) -> None:
+        for listener in tuple(pending.listeners):
+            if not (pending.done or listener.each):
+                continue
+            if listener.loop is None:
+                listener.wake()
+            else:
+                self._posts.setdefault(listener.loop, []).append(listener.wake)
+
+    def _post_to_loops(self) -> None:
+        posts, self._posts = self._posts, {}
+        for loop, wakes in posts.items():
+            # A closed loop has nobody left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_wake_all, wakes)
+
+    # Sending
+
+    def _start(self, pending: Pending, link: _Link | None) -> None:
+        if pending.done:
+            return
+        pending.since = time.monotonic()
+        if link is None:
+            # The control socket is known once the service has said WELCOME.
+            self._waiting_for_control.append(pending.frames)
+        else:
+            self._send(link, pending.frames)
+
+    def _send(self, link: _Link, frames: list[Frame]) -> None:
+        if not link.welcomed:
+            link.queue.append(frames)
+        else:
+            self._send_now(link, frames)
+
+    def _send_now(self, link: _Link, frames: list[Frame]) -> None:
+        if link.unsent or link.peer.send(frames) is not Sent.OK:
+            link.unsent.append(frames)
+            self._poller.watch(link.peer, writable=True)
+
+    def _send_unsent(self, link: _Link) -> None:
+        if not link.unsent:
+            return
+        while link.unsent and link.peer.send(link.unsent[0]) is Sent.OK:
+            link.unsent.popleft()
+        self._poller.watch(link.peer, writable=bool(link.unsent))
+
+    def _hello(self, link: _Link) -> None:
+        """Open a session, or continue ours on this socket."""
+        link.welcomed = False
+        link.hello_id = new_token()
+        fields: dict[str, object] = {"name": self._name}
+        if self.welcome is not None:
+            fields |= {"session": self.welcome.session, "secret": self.welcome.secret}
+        self._send_now(link, encode(Op.HELLO, link.hello_id, fields))
+
+    # Receiving
+
+    def _drain(self, link: _Link) -> None:
+        while (incoming := link.peer.receive()) is not None:
+            self._last_heard = time.monotonic()
+            try:
+                packet = decode(incoming.frames, CLIENT_REPLIES)
+            except ProtocolMismatch as error:
+                if self.connected.done:
+                    log.warning("%s", error)
+                else:
+                    self._fail(lambda _, error=error: error)  # type: ignore[misc]
+                continue
+            except WireError as error:
+                log.warning("a message from the service is not understood: %s", error)
+                continue
+            self._take(link, packet)
+
+    def _take(self, link: _Link, packet: Packet) -> None:
+        if isinstance(packet.body, Deltas):
+            self._deltas(packet, packet.body)
+        elif packet.op is Op.ALIVE:
+            self._alive(packet)
+        elif isinstance(packet.body, Welcome):
+            self._welcomed(link, packet.request_id, packet.body)
+        elif isinstance(packet.body, ErrorBody):
+            self._error(link, packet.request_id, packet.body)
+        else:
+            call = self._calls.get(packet.request_id)
+            if call is not None:
+                call[0].reply = packet
+                self._end(call[0])
+
+    def _welcomed(self, link: _Link, hello_id: bytes, body: Welcome) -> None:
+        if hello_id != link.hello_id:
+            return
+        link.welcomed = True
+        if link is self._data:
+            resumed = self.welcome is not None
+            self.welcome = body
+            if self._control is None:
+                self._control = _Link(self._context.dealer(body.control_address, MAX_MESSAGE_BYTES))
+                self._control.queue.extend(self._waiting_for_control)
+                self._poller.watch(self._control.peer)
+            self._hello(self._control)
+            if resumed:
+                self._resume_streams()
+            self._end(self.connected)
+        while link.queue:
+            self._send_now(link, link.queue.popleft())
+
+    def _resume_streams(self) -> None:
+        """Continue every stream on the new connection: from its own position, or by its idempotent request."""
+        queued = {id(frames) for frames in self._data.queue}
+        begun = [record for record in self.streams.values() if record.length]
+        for record in self.streams.values():
+            if not record.length and id(record.frames) not in queued:
+                self._send_now(self._data, record.frames)
+        self._attach(begun)
+
+    def _attach(self, records: Iterable[StreamRecord]) -> None:
+        records = list(records)
+        if not records:
+            return
+        arrays: dict[str, np.ndarray] = {
+            "request_ids": np.frombuffer(b"".join(record.request_id for record in records), np.uint8).reshape(-1, 16),
+            "offsets": np.array([record.length for record in records], np.int64),
+        }
+        self._send(self._data, encode(Op.ATTACH, new_token(), {}, arrays))
+
+    def _error(self, link: _Link, request_id: bytes, body: ErrorBody) -> None:
+        error = error_from_fields(body.model_dump())
+        if request_id == link.hello_id and not link.welcomed:
+            self._hello_refused(link, error)
+        elif body.code == "no_session":
+            self._session_lost(link, request_id)
+        elif request_id == NO_REQUEST:
+            log.warning("the service says: %s", error)
+        else:
+            call = self._calls.get(request_id)
+            pending = call[0] if call is not None else self.streams.get(request_id)
+            if pending is not None:
+                self._end(pending, error)
+
+    def _hello_refused(self, link: _Link, error: RolloutError) -> None:
+        if self.welcome is not None and link is self._data and error.code in ("server_restarted", "no_session"):
+            self.welcome = None
+            link.queue.clear()
+            self._fail(lambda _: ServerRestarted(error.what, limit=error.limit, remedy="submit the request again"))
+            self._hello(link)
+        else:
+            self._fail(lambda _: error)
+
+    def _session_lost(self, link: _Link, request_id: bytes) -> None:
+        """Say HELLO again on a new connection, then send what it refused."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            link.queue.append(call[0].frames)
+        if link.welcomed:
+            self._hello(link)
+        if link is self._data and self._control is not None and self._control.welcomed:
+            self._hello(self._control)
+
+    def _alive(self, packet: Packet) -> None:
+        """Continue streams whose ending never came; acknowledge endings that nobody waits for."""
+        ids = [row.tobytes() for row in packet.arrays.get("request_ids", ())]
+        self._attach(self.streams[one] for one in ids if one in self.streams)
+        unknown = [one for one in ids if one not in self.streams]
+        if unknown:
+            self._acknowledge(unknown)
+
+    def _acknowledge(self, ended: list[bytes]) -> None:
+        arrays = {"request_ids": np.frombuffer(b"".join(ended), np.uint8).reshape(-1, 16)} if ended else None
+        self._send(self._data, encode(Op.ACK, NO_REQUEST, {"seq": self._seq}, arrays))
+
+    def _deltas(self, packet: Packet, body: Deltas) -> None:
+        """Take a flush apart: one slice per stream, no work per token."""
+        arrays = packet.arrays
+        self._seq = body.seq
+        raw_ids = arrays["request_ids"].tobytes()
+        ends = np.cumsum(arrays["counts"], dtype=np.int64)
+        total = int(ends[-1]) if ends.size else 0
+        missing = np.full(total, np.nan, np.float32)
+        tokens = Columns(
+            arrays["token_ids"],
+            arrays.get("logprobs", missing),
+            arrays.get("raw_logprobs", missing),
+            arrays.get("behaviour_logprobs", missing),
+            np.repeat(arrays["version_values"], arrays["version_counts"]),
+        )
+        if any(len(column) != total for column in tokens) or len(raw_ids) != 16 * ends.size or arrays["offsets"].size != ends.size:
+            log.error("a flush whose arrays do not fit together is dropped")
+            return
+        endings = {ending.index: ending for ending in body.finished}
+        ended: list[bytes] = []
+        gaps: list[StreamRecord] = []
+        start = 0
+        for index, (offset, end) in enumerate(zip(arrays["offsets"].tolist(), ends.tolist())):
+            request_id = raw_ids[16 * index : 16 * index + 16]
+            record = self.streams.get(request_id)
+            ending = endings.get(index)
+            if record is None:
+                if ending is not None:
+                    ended.append(request_id)
+            elif not record.append(offset, tokens.cut(start, end)) or (ending is not None and record.length != ending.output_tokens):
+                gaps.append(record)
+            elif ending is not None:
+                record.ending = ending
+                ended.append(request_id)
+                self._end(record)
+            else:
+                self._tell(record)
+            start = end
+        self._attach(gaps)
+        self._acknowledge(ended)
+
+
+def _wake_all(wakes: list[Callable[[], None]]) -> None:
+    for wake in wakes:
+        wake()

@@ -1,0 +1,147 @@
+"""A service of one's own for the length of a `with` block.
+
+Starts the front as a child process in a private folder, waits until the engine is loaded, and ends both with the block.
+If this process dies in between, the front notices it by its standard input and ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rollout.client.blocking import Client, connect
+from rollout.config import ServiceConfig
+from rollout.errors import HostFailed, InvalidConfig, error_from_fields
+
+STOP_WAIT_S = 10.0
+LOG_TAIL_BYTES = 2000
+
+
+class LocalService:
+    """The context manager of `rollout.local`. `client` and `address` are there inside the block."""
+
+    def __init__(self, model: str, *, start_timeout_s: float, timeout_s: float, options: dict[str, Any]) -> None:
+        self._options = {"model": str(model), **options}
+        self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client: Client | None = None
+        self.address: str | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The front's process id."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> Client:
+        """Start the service and connect. Blocks: until the engine is loaded. Raises: what the service refuses, HostFailed."""
+        self._folder = Path(tempfile.mkdtemp(prefix="areno-"))
+        try:
+            config = ServiceConfig.from_fields({"state_dir": str(self._folder), **self._options, "watch_parent": True})
+            path = self._folder / "config.json"
+            path.write_text(config.to_json())
+            with open(self._folder / "service.log", "wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "rollout.service.front", "--config", str(path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self.address = str(self._ready()["address"])
+            self.client = connect(self.address, timeout_s=self._timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        return self.client
+
+    def _ready(self) -> dict[str, Any]:
+        """Return the front's first line. Raises: the error that it names."""
+        assert self._process is not None and self._process.stdout is not None
+        line = _first_line(self._process.stdout, time.monotonic() + self._start_timeout_s)
+        if line is None:
+            raise HostFailed(
+                f"the service was not ready within {self._start_timeout_s:g} s",
+                limit=self._log_tail(),
+                remedy="pass a larger start_timeout_s, or run `python -m rollout serve` to see its log",
+            )
+        try:
+            event = json.loads(line)
+        except ValueError:
+            raise HostFailed(
+                "the service ended before it was ready", limit=self._log_tail(), remedy="run `python -m rollout check`"
+            ) from None
+        if event.get("event") != "ready":
+            raise error_from_fields(event["error"])
+        return dict(event)
+
+    def _log_tail(self) -> str:
+        assert self._folder is not None
+        with contextlib.suppress(OSError):
+            return (self._folder / "service.log").read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        return ""
+
+    def stop(self) -> None:
+        """End the service; idempotent. Blocks: until its processes are gone."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_WAIT_S)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def __enter__(self) -> Client:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def _first_line(pipe: IO[bytes], deadline: float) -> bytes | None:
+    """Return the first line, what came before the end of the pipe, or None at the deadline."""
+    data, fd = b"", pipe.fileno()
+    while b"\n" not in data:
+        readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return None
+        piece = os.read(fd, 65536)
+        if not piece:
+            return data
+        data += piece
+    return data.split(b"\n", 1)[0]
+
+
+def local(model: str, *, start_timeout_s: float = 120.0, timeout_s: float = 10.0, **options: Any) -> LocalService:
+    """Return a service for a `with` block: `with rollout.local(path, max_rows=32) as client: ...`.
+
+    `options` are those of `ServiceConfig`. Raises at the start of the block: InvalidConfig, CheckpointError,
+    UnsupportedModel, HostFailed.
+    """
+    unknown = [name for name in options if name in ("engine", "engine_options", "watch_parent")]
+    if unknown:
+        raise InvalidConfig(
+            f"option {unknown[0]!r} is only for JSON configs", field=unknown[0], remedy="leave it out", code="invalid_config"
+        )
+    return LocalService(model, start_timeout_s=start_timeout_s, timeout_s=timeout_s, options=options)

@@ -1,0 +1,185 @@
+"""Every call of the client but generations: what is sent, and how the answer becomes a value.
+
+Both facades run the same operations, one by waiting, one by awaiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from rollout.client.parameters import Ids, checked_request_id, id_array
+from rollout.client.results import CanarySpec, CancelResult, EngineFacts, Score, ServiceInfo, UpdateReport, UpdateTicket
+from rollout.errors import InvalidRequest
+from rollout.wire.codec import Packet
+from rollout.wire.messages import (
+    CancelResult as CancelResultBody,
+)
+from rollout.wire.messages import (
+    InfoResult,
+    Op,
+    Scored,
+    StatsResult,
+    TokenizerFilesResult,
+    WeightsReport,
+    WeightsTicket,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Generic[T]):
+    """A call: message and reader of its answer."""
+
+    op: Op
+    read: Callable[[Packet], T]
+    fields: Mapping[str, object] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    control: bool = False
+
+
+def _nothing(packet: Packet) -> None:
+    return None
+
+
+def _info(packet: Packet) -> ServiceInfo:
+    body = packet.body
+    assert isinstance(body, InfoResult)
+    fields = body.model_dump()
+    engine = fields.pop("engine")
+    facts = None if engine is None else EngineFacts(**{**engine, "eos_ids": tuple(engine["eos_ids"])})
+    return ServiceInfo(**{**fields, "incarnation": body.incarnation.hex(), "engine": facts})
+
+
+def info() -> Operation[ServiceInfo]:
+    """What the service is."""
+    return Operation(op=Op.INFO, read=_info)
+
+
+def _stats(packet: Packet) -> dict[str, object]:
+    body = packet.body
+    assert isinstance(body, StatsResult)
+    return {**body.values, "engine": body.engine}
+
+
+def stats() -> Operation[dict[str, object]]:
+    """Counters and gauges."""
+    return Operation(op=Op.STATS, read=_stats)
+
+
+def _files(packet: Packet) -> dict[str, bytes]:
+    body = packet.body
+    assert isinstance(body, TokenizerFilesResult)
+    content, files, at = packet.arrays["content"].tobytes(), {}, 0
+    for entry in body.files:
+        files[entry.name] = content[at : at + entry.size]
+        at += entry.size
+    return files
+
+
+def tokenizer_files() -> Operation[dict[str, bytes]]:
+    """The model folder's tokenizer files."""
+    return Operation(op=Op.TOKENIZER_FILES, read=_files)
+
+
+def _cancelled(packet: Packet) -> CancelResult:
+    body = packet.body
+    assert isinstance(body, CancelResultBody)
+    return CancelResult(cancelled=body.cancelled, state=body.state)
+
+
+def cancel(request_id: bytes) -> Operation[CancelResult]:
+    """End a generation."""
+    return Operation(op=Op.CANCEL, read=_cancelled, fields={"target": checked_request_id(request_id)})
+
+
+def _score(packet: Packet) -> Score:
+    body = packet.body
+    assert isinstance(body, Scored)
+    return Score(
+        token_logprobs=packet.arrays["token_logprobs"].copy(), raw_logprobs=packet.arrays["raw_logprobs"].copy(), version=body.version
+    )
+
+
+def score(ids: Ids, temperature: float) -> Operation[Score]:
+    """Score given ids."""
+    return Operation(op=Op.SCORE, read=_score, fields={"temperature": temperature}, arrays={"ids": id_array("ids", ids)})
+
+
+def pause() -> Operation[None]:
+    """Let the engine stand still while this client holds it."""
+    return Operation(op=Op.PAUSE, read=_nothing, control=True)
+
+
+def resume() -> Operation[None]:
+    """Drop this client's pause."""
+    return Operation(op=Op.RESUME, read=_nothing, control=True)
+
+
+def shutdown() -> Operation[None]:
+    """End the service."""
+    return Operation(op=Op.SHUTDOWN, read=_nothing, control=True)
+
+
+def _ticket(packet: Packet) -> UpdateTicket:
+    body = packet.body
+    assert isinstance(body, WeightsTicket)
+    return UpdateTicket(update_id=body.update_id, version=body.version)
+
+
+def weights_begin(
+    manifest: Mapping[str, Mapping[str, object]] | None, *, trainer_step: int | None, restore: int | None, partial: bool
+) -> Operation[UpdateTicket]:
+    """Open an update."""
+    specs = None if manifest is None else {name: {"dtype": spec["dtype"], "shape": list(spec["shape"])} for name, spec in manifest.items()}  # type: ignore[call-overload]
+    fields = {"manifest": specs, "trainer_step": trainer_step, "restore": restore, "partial": partial}
+    return Operation(op=Op.WEIGHTS_BEGIN, read=_ticket, fields=fields, control=True)
+
+
+def weights_stage_file(update_id: str, path: str, *, size: int, xxh3: str | None) -> Operation[None]:
+    """Let the engine host take a file's tensors."""
+    fields = {"update_id": update_id, "path": str(path), "size": size, "xxh3": xxh3}
+    return Operation(op=Op.WEIGHTS_STAGE_FILE, read=_nothing, fields=fields, control=True)
+
+
+def _report(packet: Packet) -> UpdateReport:
+    body = packet.body
+    assert isinstance(body, WeightsReport)
+    return UpdateReport(**body.model_dump())
+
+
+def weights_commit(update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[CanarySpec]) -> Operation[UpdateReport]:
+    """Prove and publish an update."""
+    fields = {
+        "update_id": update_id,
+        "digests": None if digests is None else {name: int(value) for name, value in digests.items()},
+        "canary_temperatures": [float(canary.temperature) for canary in canaries],
+    }
+    arrays: dict[str, np.ndarray] = {}
+    if canaries:
+        ids = [id_array("canaries.ids", canary.ids).astype(np.int64) for canary in canaries]
+        expected = [np.asarray(canary.expected_logprobs, np.float32) for canary in canaries]
+        for one, logprobs in zip(ids, expected):
+            if logprobs.shape != (one.size - 1,):
+                raise InvalidRequest(
+                    f"a canary of {one.size} ids has log-probabilities of shape {logprobs.shape}",
+                    field="canaries",
+                    value=str(logprobs.shape),
+                    limit="one fewer than ids",
+                    remedy="pass log-probabilities of ids[1:]",
+                )
+        arrays = {
+            "canary_ids": np.concatenate(ids),
+            "canary_counts": np.array([one.size for one in ids], np.int64),
+            "canary_logprobs": np.concatenate(expected),
+        }
+    return Operation(op=Op.WEIGHTS_COMMIT, read=_report, fields=fields, arrays=arrays, control=True)
+
+
+def weights_abort(update_id: str) -> Operation[None]:
+    """Drop an update; idempotent."""
+    return Operation(op=Op.WEIGHTS_ABORT, read=_nothing, fields={"update_id": update_id}, control=True)

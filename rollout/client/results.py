@@ -1,0 +1,151 @@
+"""What the client returns: frozen values, arrays in numpy, names as in the protocol.
+
+Lengths always agree: ids, logprobs, raw_logprobs, behaviour_logprobs and versions of one value have one entry per
+sampled token. A log-probability that was asked for is never missing and never a placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReason:
+    """Why a generation ended: stop (with the id), length, cancelled, expired or failed."""
+
+    kind: str
+    stop_id: int | None = None
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation:
+    """A finished request.
+
+    Shapes: `prompt_ids` [p] int32; all per-token arrays [n]. `logprobs` are log-probabilities under the model's logits
+    divided by the temperature, `raw_logprobs` under the logits; `behaviour_logprobs` is None when it equals `logprobs`
+    everywhere. `versions` names the weights of each token's forward; `kv_spans` lists (first position, version) runs of
+    the KV over prompt and output.
+    """
+
+    request_id: bytes
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray | None
+    raw_logprobs: np.ndarray | None
+    behaviour_logprobs: np.ndarray | None
+    versions: np.ndarray
+    kv_spans: tuple[tuple[int, int], ...]
+    finish_reason: FinishReason
+    seed: int
+    cached_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Delta:
+    """New tokens of a stream from `offset` on; `finished` comes with the last one."""
+
+    offset: int
+    ids: np.ndarray
+    logprobs: np.ndarray | None
+    raw_logprobs: np.ndarray | None
+    behaviour_logprobs: np.ndarray | None
+    versions: np.ndarray
+    finished: Generation | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """Log-probabilities of given ids; entry i belongs to id i + 1."""
+
+    token_logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelResult:
+    """Whether the cancel ends the request; `state` is how it was found (live, waiting, stop, gone, unknown, ...)."""
+
+    cancelled: bool
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the running engine is and allows; lengths in tokens."""
+
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    num_valid_ids: int
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    pool_tokens: int
+    max_rows: int
+    sampling_slots: int
+    run_ahead: int
+    decode_tables: str
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceInfo:
+    """What a service is. `health`: starting, ready, needs_weights, failed, stopping; `engine` is None until it is loaded."""
+
+    protocol_version: int
+    incarnation: str
+    address: str
+    model: str
+    health: str
+    version: int
+    needs_weights: int | None
+    weights_dir: str
+    tokenizer_digest: str | None
+    chat_template_digest: str | None
+    lease_s: float
+    max_message_bytes: int
+    engine: EngineFacts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTicket:
+    """An open weight update and the version it will publish."""
+
+    update_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What a published update moved, changed and cost; gaps are in nats and None without canaries."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    changed_tensors: int
+    changed_bytes: int
+    staging_s: float
+    swap_ms: float
+    proof_ms: float
+    pause_ms: float
+    canary_gap: float | None = None
+    canary_mean_gap: float | None = None
+    decode_canary_gap: float | None = None
+    warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CanarySpec:
+    """A sequence with the log-probabilities that the new weights must give; `expected_logprobs` has one entry fewer than `ids`."""
+
+    ids: Sequence[int] | np.ndarray
+    expected_logprobs: Sequence[float] | np.ndarray
+    temperature: float = 1.0

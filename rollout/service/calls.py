@@ -1,0 +1,86 @@
+"""Calls that the front passes on to the engine host and whose answer it passes back.
+
+Each call has an id of its own on the host's link. Every call gets exactly one answer: the host's, or the error of the
+host's death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rollout.errors import RolloutError, error_fields
+from rollout.service.host_link import HostLink
+from rollout.service.sessions import Channel, Session
+from rollout.wire.codec import Arrays, Packet
+from rollout.wire.messages import ErrorBody, Message, Op
+from rollout.wire.security import new_token
+
+Reply = Callable[[Session, Channel, Op, bytes, Mapping[str, object], Arrays | None], None]
+# Sees a successful answer before it is passed on; returns the fields to send instead, or None to leave them.
+OnResult = Callable[[Message], Mapping[str, object] | None]
+# The same for an error.
+OnError = Callable[[ErrorBody], Mapping[str, object] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    session: Session
+    channel: Channel
+    request_id: bytes
+    on_result: OnResult | None
+    on_error: OnError | None
+    result_op: Op | None
+
+
+class Calls:
+    """Owns the open calls of one host link."""
+
+    def __init__(self, link: HostLink, reply: Reply) -> None:
+        self._link, self._reply = link, reply
+        self._open: dict[bytes, _Call] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def pass_on(
+        self,
+        session: Session,
+        channel: Channel,
+        request_id: bytes,
+        op: Op,
+        fields: Mapping[str, object],
+        arrays: Arrays | None = None,
+        *,
+        on_result: OnResult | None = None,
+        on_error: OnError | None = None,
+        result_op: Op | None = None,
+    ) -> None:
+        """Send a call to the host; its answer goes to the session under `request_id`, as `result_op` if that is given."""
+        call_id = new_token()
+        self._open[call_id] = _Call(
+            session=session, channel=channel, request_id=request_id, on_result=on_result, on_error=on_error, result_op=result_op
+        )
+        self._link.send(op, fields, arrays, call_id)
+
+    def answer(self, packet: Packet) -> None:
+        """Pass a host's answer back."""
+        call = self._open.pop(packet.request_id, None)
+        if call is None:
+            return
+        fields: Mapping[str, object] | None = None
+        op = packet.op
+        if isinstance(packet.body, ErrorBody):
+            fields = call.on_error(packet.body) if call.on_error is not None else None
+        else:
+            fields = call.on_result(packet.body) if call.on_result is not None else None
+            op = call.result_op or op
+        self._reply(call.session, call.channel, op, call.request_id, packet.body.model_dump() if fields is None else fields, packet.arrays)
+
+    def fail_all(self, error: RolloutError) -> None:
+        """Answer every open call with an error."""
+        calls, self._open = self._open, {}
+        for call in calls.values():
+            body = ErrorBody.model_validate(error_fields(error))
+            fields = call.on_error(body) if call.on_error is not None else None
+            self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields, None)

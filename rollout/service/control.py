@@ -1,0 +1,244 @@
+"""Pause and weight updates as leases of the session that holds them.
+
+The front calls it with control messages; the engine host does the work. Any number of sessions may hold a pause, the
+engine stands still while one does; one session may hold an update. Both end with their holder: the pause is lifted,
+the update aborted. Versions are handed out here, from the state folder, and only grow.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rollout.errors import (
+    HostFailed,
+    NeedsWeights,
+    NoUpdate,
+    RolloutError,
+    ServiceStopping,
+    UpdateBusy,
+    WeightsChanged,
+    WeightUpdateError,
+    error_fields,
+)
+from rollout.service.calls import Calls
+from rollout.service.host_link import HostLink
+from rollout.service.requests import Admission
+from rollout.service.sessions import Channel, Session
+from rollout.wire.codec import Packet
+from rollout.wire.messages import (
+    ErrorBody,
+    Message,
+    Op,
+    WeightsBegin,
+    WeightsCommit,
+    WeightsReport,
+    WeightsStageFile,
+    WeightsUpdateRef,
+)
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """The one update under way. `restore` tells that it brings back the version itself."""
+
+    update_id: str
+    version: int
+    holder: Session
+    since: float
+    restore: bool = False
+    committing: bool = False
+
+
+class ControlDesk:
+    """Owns pause holders, the open update and the digests of the published version; see the module."""
+
+    def __init__(
+        self, link: HostLink, calls: Calls, admission: Admission, next_version: Callable[[], int], on_published: Callable[[int], None]
+    ) -> None:
+        self._link, self._calls, self._admission = link, calls, admission
+        self._next_version, self._on_published = next_version, on_published
+        self._holders: set[int] = set()
+        self._update: OpenUpdate | None = None
+        self._digests: dict[str, int] | None = None
+        self.needs_weights: int | None = None
+        self.committed = False
+
+    @property
+    def update(self) -> OpenUpdate | None:
+        """The update under way."""
+        return self._update
+
+    def host_ready(self) -> None:
+        """Tell a new host what holds."""
+        if self._holders:
+            self._link.send(Op.PAUSE, {})
+
+    def host_died(self) -> None:
+        """Forget the update that died with the host."""
+        self._update = None
+        if self.committed:
+            self.needs_weights = self._admission.version
+
+    def pause(self, session: Session) -> None:
+        """Let the engine stand still for a session; idempotent."""
+        if not self._holders:
+            self._link.send(Op.PAUSE, {})
+        self._holders.add(session.number)
+        self._admission.paused = True
+
+    def resume(self, session: Session) -> None:
+        """Drop a session's pause; idempotent."""
+        held = session.number in self._holders
+        self._holders.discard(session.number)
+        if held and not self._holders:
+            self._admission.paused = False
+            self._link.send(Op.RESUME, {})
+
+    def end_session(self, session: Session) -> None:
+        """End what a session held."""
+        self.resume(session)
+        update = self._update
+        if update is not None and update.holder is session and not update.committing:
+            self._link.send(Op.WEIGHTS_ABORT, {"update_id": update.update_id})
+            self._update = None
+
+    def begin(self, session: Session, packet: Packet) -> None:
+        """Open an update under a fresh version. Raises: UpdateBusy, HostFailed, WeightUpdateError."""
+        body = packet.body
+        assert isinstance(body, WeightsBegin)
+        if self._update is not None:
+            age = time.monotonic() - self._update.since
+            raise UpdateBusy(
+                f"update {self._update.update_id} is open",
+                value=self._update.holder.label,
+                limit=f"held by {self._update.holder.label} for {age:.1f} s; one update at a time",
+                remedy="wait for its commit or abort; it ends with its holder",
+            )
+        if not self._admission.ready:
+            raise HostFailed("no engine host is ready", remedy="wait until info().health is 'ready' or 'needs_weights'")
+        restore = body.restore is not None
+        version = self._restored(body.restore) if body.restore is not None else self._next_version()
+        update = OpenUpdate(update_id=secrets.token_hex(8), version=version, holder=session, since=time.monotonic(), restore=restore)
+        self._update = update
+        fields = {"update_id": update.update_id, "version": version, "manifest": body.model_dump()["manifest"], "partial": body.partial}
+        ticket = {"update_id": update.update_id, "version": version}
+        self._calls.pass_on(
+            session,
+            Channel.CONTROL,
+            packet.request_id,
+            Op.UPDATE_OPEN,
+            fields,
+            on_result=lambda _: ticket,
+            on_error=lambda _: self._close(update),
+            result_op=Op.WEIGHTS_TICKET,
+        )
+
+    def _restored(self, version: int) -> int:
+        if version != self.needs_weights:
+            raise WeightUpdateError(
+                f"restore={version} is refused",
+                field="restore",
+                value=version,
+                limit="needed weights: none" if self.needs_weights is None else f"needed weights: version {self.needs_weights}",
+                remedy="push under a new version: leave restore out",
+            )
+        if self._digests is None:
+            raise WeightUpdateError(
+                f"restore={version} cannot be proven",
+                field="restore",
+                value=version,
+                limit="its commit brought no digests",
+                remedy="push under a new version: leave restore out",
+            )
+        return version
+
+    def _close(self, update: OpenUpdate) -> None:
+        if self._update is update:
+            self._update = None
+
+    def _mine(self, session: Session, update_id: str) -> OpenUpdate:
+        update = self._update
+        if update is None or update.update_id != update_id or update.holder is not session:
+            raise NoUpdate(
+                f"update {update_id!r} is not open for this client",
+                field="update_id",
+                value=update_id,
+                remedy="open one with weights_begin",
+            )
+        return update
+
+    def stage_file(self, session: Session, packet: Packet) -> None:
+        """Let the host take a file's tensors. Raises: NoUpdate."""
+        body = packet.body
+        assert isinstance(body, WeightsStageFile)
+        self._mine(session, body.update_id)
+        self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_STAGE_FILE, body.model_dump())
+
+    def commit(self, session: Session, packet: Packet) -> None:
+        """Let the host prove and publish. Raises: NoUpdate."""
+        body = packet.body
+        assert isinstance(body, WeightsCommit)
+        update = self._mine(session, body.update_id)
+        update.committing = True
+        fields = body.model_dump()
+        if update.restore:
+            fields["digests"] = self._digests
+
+        def published(result: Message) -> Mapping[str, object] | None:
+            assert isinstance(result, WeightsReport)
+            self._close(update)
+            self._digests = fields["digests"]
+            self.committed = True
+            self.needs_weights = None
+            self._on_published(result.version)
+            return None
+
+        def refused(error: ErrorBody) -> Mapping[str, object] | None:
+            self._close(update)
+            if update.restore and error.code == "digest_mismatch":
+                return error_fields(
+                    WeightsChanged(
+                        f"restore={update.version} brought other weights",
+                        limit=error.what,
+                        remedy="push under a new version: leave restore out",
+                    )
+                )
+            return None
+
+        self._calls.pass_on(
+            session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_COMMIT, fields, packet.arrays, on_result=published, on_error=refused
+        )
+
+    def abort(self, session: Session, packet: Packet) -> bool:
+        """Drop an update; idempotent. Returns True if the host answers the call, False if there is nothing to drop."""
+        body = packet.body
+        assert isinstance(body, WeightsUpdateRef)
+        update = self._update
+        if update is None or update.update_id != body.update_id or update.holder is not session:
+            return False
+        if update.committing:
+            raise WeightUpdateError(f"update {body.update_id} is being committed", field="update_id", remedy="wait for the commit's answer")
+        self._update = None
+        self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_ABORT, {"update_id": body.update_id})
+        return True
+
+
+def refusal(needs_weights: int | None, failure: RolloutError | None, stopping: bool) -> RolloutError | None:
+    """Return why no request is taken now, or None."""
+    if stopping:
+        return ServiceStopping("the service is stopping", remedy="start it again")
+    if failure is not None:
+        return HostFailed(
+            f"the engine host cannot run: {failure.what}", limit=failure.limit, remedy=failure.remedy or "see the service's log"
+        )
+    if needs_weights is not None:
+        return NeedsWeights(
+            f"the engine restarted and waits for weights of version {needs_weights}",
+            value=needs_weights,
+            limit="generation under other weights than announced is refused",
+            remedy="push the trainer's weights",
+        )
+    return None

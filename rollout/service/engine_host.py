@@ -1,0 +1,330 @@
+"""The process that runs the engine: takes orders from the front, steps, and sends what the steps learned.
+
+Started by `python -m rollout.service.engine_host --config FILE`; ends itself when the front is gone.
+
+    front --SUBMIT KILL SCORE PAUSE UPDATE...--> inbound socket --+
+                                                                  v
+            poll (blocks while idle) -> drain inbound -> engine.step -> one piece of weight staging -> outbox.flush
+                ^                                                                                        |
+                +----- front's messages and acknowledgements wake it                 STEP, replies ------+--> front
+
+Invariant: the loop waits only in poll, and only when no request can advance; a send never waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.config import DEFAULT_ENGINE
+from rollout.errors import InvalidConfig, error_fields
+from rollout.service.parent_watch import ParentWatch
+from rollout.service.step_outbox import StepOutbox
+from rollout.service.weight_intake import StagedFile, WeightIntake
+from rollout.state import FileLock
+from rollout.wire.codec import NO_REQUEST, Packet, decode, encode
+from rollout.wire.messages import (
+    HOST_REQUESTS,
+    EngineFacts,
+    Kill,
+    Op,
+    Score,
+    StepAck,
+    Submit,
+    UpdateOpen,
+    WeightsCommit,
+    WeightsReport,
+    WeightsStageFile,
+    WeightsUpdateRef,
+)
+from rollout.wire.transport import Context, Peer, Poller
+
+log = logging.getLogger("rollout.engine_host")
+MAX_INBOUND_PER_TURN = 512
+EXIT_LOAD_FAILED = 3
+EXIT_ENGINE_FAILED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """The JSON file by which the front starts this process."""
+
+    endpoint: str
+    engine: str
+    engine_arguments: Mapping[str, Any]
+    weights_dir: str
+    threads: int | None
+    max_message_bytes: int
+    own_files: list[str]
+    service_lock: str
+    service_files: list[str]
+
+
+def load_engine(**options: Any) -> Any:
+    """Return the engine of these options; the default factory."""
+    from areno import Engine, EngineConfig
+
+    try:
+        config = EngineConfig(**options)
+    except TypeError as error:
+        raise InvalidConfig(f"engine options {sorted(options)} are not the engine's: {error}", field="engine_options") from None
+    return Engine(config)
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    return load_engine if name == DEFAULT_ENGINE else getattr(importlib.import_module(module), attribute)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return values that the wire carries: numbers without NaN, text, None."""
+    plain: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, (np.integer, np.floating, np.bool_)):
+            value = value.item()
+        plain[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return plain
+
+
+def _no_array(dtype: type) -> np.ndarray:
+    return np.empty(0, dtype)
+
+
+class EngineHost:
+    """The loop; owns the engine, its intake and the outbox."""
+
+    def __init__(self, engine: Any, peer: Peer, weights_dir: Path) -> None:
+        self._engine, self._peer = engine, peer
+        self._poller = Poller([peer])
+        self._outbox = StepOutbox(peer)
+        self._intake = WeightIntake(engine, weights_dir)
+        self._paused = False
+        self._stopping = False
+        self._handlers: dict[Op, Callable[[Packet], None]] = {
+            Op.SUBMIT: self._submit,
+            Op.STEP_ACK: self._step_ack,
+            Op.KILL: self._kill,
+            Op.SCORE: self._score,
+            Op.STATS: self._stats,
+            Op.PAUSE: self._pause,
+            Op.RESUME: self._resume,
+            Op.UPDATE_OPEN: self._update_open,
+            Op.WEIGHTS_STAGE_FILE: self._stage_file,
+            Op.WEIGHTS_COMMIT: self._commit,
+            Op.WEIGHTS_ABORT: self._abort,
+            Op.SHUTDOWN: self._shutdown,
+        }
+
+    def run(self) -> None:
+        """Serve until told to stop. Blocks."""
+        info = self._engine.info
+        facts = {name: getattr(info, name) for name in EngineFacts.model_fields}
+        facts["eos_ids"] = [int(one) for one in facts["eos_ids"]]
+        self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
+        while not self._stopping:
+            self._poller.watch(self._peer, writable=self._outbox.wants_room)
+            self._poller.wait(0 if self._can_step() or self._intake.busy else None)
+            self._drain()
+            if self._can_step():
+                self._outbox.add(self._engine.step())
+            staged = self._intake.advance()
+            if staged is not None:
+                self._answer_staged(staged)
+            self._outbox.flush(int(self._engine.version))
+
+    def _can_step(self) -> bool:
+        return not self._paused and not self._outbox.full and bool(self._engine.has_work)
+
+    def _drain(self) -> None:
+        for _ in range(MAX_INBOUND_PER_TURN):
+            incoming = self._peer.receive()
+            if incoming is None:
+                return
+            packet = decode(incoming.frames, HOST_REQUESTS)
+            try:
+                self._handlers[packet.op](packet)
+            except Exception as error:
+                # A refused call is data for its caller; only a failing step may end this process.
+                if packet.request_id == NO_REQUEST:
+                    log.exception("%s failed", packet.op.name)
+                else:
+                    self._outbox.reply(Op.ERROR, packet.request_id, error_fields(error))
+
+    def _submit(self, packet: Packet) -> None:
+        from areno.request import Request, SamplingParams
+
+        body = packet.body
+        assert isinstance(body, Submit)
+        params = body.params
+        try:
+            sampling = SamplingParams(
+                max_new_tokens=params.max_new_tokens,
+                min_new_tokens=params.min_new_tokens,
+                temperature=params.temperature,
+                seed=params.seed,
+                stop_ids=packet.arrays.get("stop_ids", ()),
+                ignore_eos=params.ignore_eos,
+                forced_ids=packet.arrays.get("forced_ids"),
+                logprobs=params.logprobs,
+            )
+            request = Request(
+                request_id=body.engine_id,
+                prompt_ids=packet.arrays["prompt_ids"],
+                sampling=sampling,
+                lineage=params.lineage,
+                cache_salt=params.cache_salt,
+                kv_policy=params.kv_policy,
+                max_kv_lag=params.max_kv_lag,
+            )
+            self._engine.submit(request)
+        except Exception as error:
+            self._outbox.refuse(body.engine_id, error)
+        else:
+            self._outbox.accept(body.engine_id)
+
+    def _step_ack(self, packet: Packet) -> None:
+        assert isinstance(packet.body, StepAck)
+        self._outbox.acknowledge(packet.body.seq)
+
+    def _kill(self, packet: Packet) -> None:
+        from areno.request import FinishKind
+
+        body = packet.body
+        assert isinstance(body, Kill)
+        done = bool(self._engine.cancel(body.engine_id, kind=FinishKind(body.kind), detail=body.detail))
+        if packet.request_id != NO_REQUEST:
+            self._outbox.reply(Op.CANCEL_RESULT, packet.request_id, {"cancelled": done, "state": "live" if done else "ended"})
+
+    def _score(self, packet: Packet) -> None:
+        assert isinstance(packet.body, Score)
+        score = self._engine.score(packet.arrays["ids"].astype(np.int64), temperature=packet.body.temperature)
+        arrays = {
+            "token_logprobs": np.asarray(score.token_logprobs, np.float32),
+            "raw_logprobs": np.asarray(score.raw_logprobs, np.float32),
+        }
+        self._outbox.reply(Op.SCORED, packet.request_id, {"version": int(score.version)}, arrays)
+
+    def _stats(self, packet: Packet) -> None:
+        self._outbox.reply(Op.STATS_RESULT, packet.request_id, {"values": {}, "engine": _finite(self._engine.stats())})
+
+    def _pause(self, packet: Packet) -> None:
+        self._paused = True
+
+    def _resume(self, packet: Packet) -> None:
+        self._paused = False
+
+    def _update_open(self, packet: Packet) -> None:
+        body = packet.body
+        assert isinstance(body, UpdateOpen)
+        manifest = None if body.manifest is None else {name: (spec.dtype, tuple(spec.shape)) for name, spec in body.manifest.items()}
+        self._intake.begin(body.update_id, body.version, manifest, partial=body.partial)
+        self._outbox.reply(Op.DONE, packet.request_id, {})
+
+    def _stage_file(self, packet: Packet) -> None:
+        body = packet.body
+        assert isinstance(body, WeightsStageFile)
+        self._intake.stage_file(packet.request_id, body.update_id, body.path, size=body.size, xxh3=body.xxh3)
+
+    def _answer_staged(self, staged: StagedFile) -> None:
+        if staged.error is None:
+            self._outbox.reply(Op.DONE, staged.call_id, {})
+        else:
+            self._outbox.reply(Op.ERROR, staged.call_id, error_fields(staged.error))
+
+    def _commit(self, packet: Packet) -> None:
+        body, arrays = packet.body, packet.arrays
+        assert isinstance(body, WeightsCommit)
+        report = self._intake.commit(
+            body.update_id,
+            body.digests,
+            arrays.get("canary_ids", _no_array(np.int64)),
+            arrays.get("canary_counts", _no_array(np.int64)),
+            arrays.get("canary_logprobs", _no_array(np.float32)),
+            body.canary_temperatures,
+        )
+        self._outbox.reply(
+            Op.WEIGHTS_REPORT, packet.request_id, _finite({name: getattr(report, name) for name in WeightsReport.model_fields})
+        )
+
+    def _abort(self, packet: Packet) -> None:
+        assert isinstance(packet.body, WeightsUpdateRef)
+        for dropped in self._intake.abort(packet.body.update_id):
+            self._answer_staged(dropped)
+        if packet.request_id != NO_REQUEST:
+            self._outbox.reply(Op.DONE, packet.request_id, {})
+
+    def _shutdown(self, packet: Packet) -> None:
+        self._stopping = True
+
+
+def remove_leftovers(config: HostConfig) -> None:
+    """Remove this host's files, and the service's sockets unless another front holds their lock already."""
+    lock = FileLock(Path(config.service_lock))
+    alone = False
+    with contextlib.suppress(OSError):
+        alone = lock.acquire()
+    for path in [*config.own_files, *(config.service_files if alone else [])]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    lock.release()
+
+
+def _serve(config: HostConfig, peer: Peer) -> int:
+    try:
+        if config.threads is not None and config.engine == DEFAULT_ENGINE:
+            import torch
+
+            torch.set_num_threads(config.threads)
+        engine = _factory(config.engine)(**config.engine_arguments)
+    except Exception as error:
+        log.exception("the engine cannot be loaded")
+        peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
+        return EXIT_LOAD_FAILED
+    try:
+        EngineHost(engine, peer, Path(config.weights_dir)).run()
+    except Exception as error:
+        log.exception("the engine host fails")
+        peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
+        return EXIT_ENGINE_FAILED
+    finally:
+        engine.close()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the host; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m rollout.service.engine_host", description="The engine process of a rollout service.")
+    parser.add_argument("--config", required=True, help="JSON file written by the front")
+    with open(parser.parse_args(arguments).config) as file:
+        config = HostConfig(**json.load(file))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine_host %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def orphaned() -> None:
+        remove_leftovers(config)
+        os._exit(0)
+
+    ParentWatch(orphaned)
+    context = Context()
+    peer = context.pair_connected(config.endpoint, config.max_message_bytes)
+    try:
+        return _serve(config, peer)
+    finally:
+        context.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

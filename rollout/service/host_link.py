@@ -1,0 +1,168 @@
+"""One engine host as the front sees it: a child process, a private socket, and what is queued for it.
+
+The front starts the host by argv and a JSON file, each time on a fresh socket, so that nothing of a former host can
+arrive later. The host's standard input is a pipe from the front: it ends itself when that closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollout.config import ServiceConfig
+from rollout.errors import WireError
+from rollout.state import socket_files
+from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
+from rollout.wire.messages import HOST_REPLIES, Op
+from rollout.wire.security import parse_address
+from rollout.wire.transport import Context, Peer, Poller, Sent
+
+log = logging.getLogger("rollout.front")
+LAST_WORDS_S = 0.1
+# A link carries whole prompts and steps of a trusted process; the limit only stops a runaway.
+LINK_MESSAGE_BYTES = 2**30
+
+
+class HostLink:
+    """Owns the process and the socket of one engine host; see the module."""
+
+    def __init__(self, config: ServiceConfig, context: Context, poller: Poller, index: int = 0) -> None:
+        self._config, self._context, self._poller, self.index = config, context, poller, index
+        self._process: subprocess.Popen[bytes] | None = None
+        self._peer: Peer | None = None
+        self._exit_fd: int | None = None
+        self._unsent: deque[list[Frame]] = deque()
+        self._files: list[Path] = []
+
+    @property
+    def pid(self) -> int | None:
+        """The host's process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def unsent(self) -> int:
+        """Messages that found no room yet."""
+        return len(self._unsent)
+
+    def _endpoint(self) -> str:
+        address = parse_address(str(self._config.address))
+        base = address.path or str(self._config.state.root / "run" / f"tcp{address.port}")
+        parse_address(f"ipc://{base}")
+        return f"ipc://{base}.h{self.index}{secrets.token_hex(2)}"
+
+    def start(self, initial_version: int) -> None:
+        """Start the process and bind its socket."""
+        endpoint = self._endpoint()
+        config_path = Path(endpoint.removeprefix("ipc://") + ".json")
+        address = parse_address(str(self._config.address))
+        state = self._config.state
+        self._files = [Path(endpoint.removeprefix("ipc://")), config_path]
+        fields = {
+            "endpoint": endpoint,
+            "engine": self._config.engine,
+            "engine_arguments": {**self._config.engine_arguments(), "initial_version": initial_version},
+            "weights_dir": self._config.weights_dir,
+            "threads": self._config.threads,
+            "max_message_bytes": LINK_MESSAGE_BYTES,
+            "own_files": [str(path) for path in self._files],
+            "service_lock": str(state.announcement_path(address.text).with_suffix(".lock")),
+            "service_files": [str(path) for path in [*socket_files(address), state.announcement_path(address.text)]],
+        }
+        with os.fdopen(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump(fields, file)
+        self._peer = self._context.pair_bound(endpoint, LINK_MESSAGE_BYTES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rollout.service.engine_host", "--config", str(config_path)],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            start_new_session=True,
+        )
+        self._exit_fd = os.pidfd_open(self._process.pid)
+        self._poller.watch(self._peer)
+        self._poller.watch(self._exit_fd)
+
+    def send(self, op: Op, fields: Mapping[str, object], arrays: Arrays | None = None, call_id: bytes = NO_REQUEST) -> None:
+        """Send to the host, or queue; without a host the message is dropped, because its death answers everything."""
+        if self._peer is None:
+            return
+        frames = encode(op, call_id, fields, arrays)
+        if self._unsent or self._peer.send(frames) is not Sent.OK:
+            self._unsent.append(frames)
+            self._poller.watch(self._peer, writable=True)
+
+    def send_queued(self) -> None:
+        """Send what found no room before."""
+        if self._peer is None or not self._unsent:
+            return
+        while self._unsent and self._peer.send(self._unsent[0]) is Sent.OK:
+            self._unsent.popleft()
+        self._poller.watch(self._peer, writable=bool(self._unsent))
+
+    def receive(self) -> Packet | None:
+        """Return the host's next message, or None. Raises: WireError."""
+        incoming = self._peer.receive() if self._peer is not None else None
+        if incoming is None:
+            return None
+        if not incoming.whole:
+            raise WireError("the engine host sent too many frames")
+        return decode(incoming.frames, HOST_REPLIES)
+
+    def exited(self) -> int | None:
+        """Return the exit status of a host that ended, None while it runs or none was started."""
+        return self._process.poll() if self._process is not None else None
+
+    def last_words(self) -> list[Packet]:
+        """Return what an ended host still sent. Blocks: a moment, for what is under way inside the socket."""
+        packets: list[Packet] = []
+        waiting = Poller([self._peer]) if self._peer is not None else None
+        while waiting is not None and waiting.wait(LAST_WORDS_S):
+            with contextlib.suppress(WireError):
+                packet = self.receive()
+                if packet is not None:
+                    packets.append(packet)
+        return packets
+
+    def clear(self) -> None:
+        """Release everything of an ended host."""
+        if self._peer is not None:
+            self._poller.forget(self._peer)
+            self._peer.close()
+            self._peer = None
+        if self._exit_fd is not None:
+            self._poller.forget(self._exit_fd)
+            os.close(self._exit_fd)
+            self._exit_fd = None
+        if self._process is not None:
+            assert self._process.poll() is not None, "clear comes after the end"
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = None
+        self._unsent.clear()
+        for path in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def stop(self, grace_s: float) -> None:
+        """End the host: ask, wait, then kill. Blocks: at most the grace and a little."""
+        if self._process is None:
+            return
+        self.send(Op.SHUTDOWN, {})
+        deadline = time.monotonic() + grace_s
+        while self._process.poll() is None and time.monotonic() < deadline:
+            self.send_queued()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.05)
+        if self._process.poll() is None:
+            log.warning("engine host %d did not end within %.1f s and is killed", self._process.pid, grace_s)
+            self._process.kill()
+            self._process.wait()
+        self.clear()

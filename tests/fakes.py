@@ -1,0 +1,297 @@
+"""Hand-written stand-ins for tests; nothing in the packages imports them.
+
+`FakeEngine` has the engine's interface without a model: ids and log-probabilities are a function of seed, position and
+version, so every test can compute what it must receive. Rows, waiting, stop ids, forced ids, cancelling and weight
+updates behave as the engine's; `step_s` slows each step down. It runs inside a real engine host process, chosen by the
+host's JSON config.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areno.errors import DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
+from areno.request import Finished, FinishKind, FinishReason, Request, RequestLimits, StepOutput, check_request, resolve_stop_ids
+
+VOCABULARY = 256
+EOS_ID = 2
+TENSORS = {"first.weight": ("float32", (4, 8)), "second.weight": ("float32", (8, 2))}
+
+
+def fake_ids(seed: int, count: int, start: int = 0) -> np.ndarray:
+    """Return the ids that a fake request with this seed samples; never the end id."""
+    positions = np.arange(start, start + count, dtype=np.uint64)
+    mixed = (positions + np.uint64(seed % 2**32)) * np.uint64(2654435761) % np.uint64(2**32)
+    return (mixed % np.uint64(VOCABULARY - 10)).astype(np.int32) + 10
+
+
+def fake_logprobs(ids: np.ndarray, version: int) -> np.ndarray:
+    """Return the log-probabilities of these ids under a version."""
+    return (-1.0 - ids.astype(np.float32) / 256 - version / 16).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeInfo:
+    """The engine info of a fake."""
+
+    model_type: str = "fake"
+    dtype: str = "float32"
+    device: str = "cpu"
+    vocab_size: int = VOCABULARY
+    num_valid_ids: int = VOCABULARY
+    eos_ids: tuple[int, ...] = (EOS_ID,)
+    max_model_len: int = 100_000
+    page_size: int = 16
+    num_pages: int = 10_000
+    pool_tokens: int = 160_000
+    max_rows: int = 64
+    sampling_slots: int = 32
+    run_ahead: int = 0
+    decode_tables: str = "resident"
+    num_parameters: int = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeScore:
+    """The score of a fake."""
+
+    token_logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeReport:
+    """The update report of a fake."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    changed_tensors: int
+    changed_bytes: int
+    staging_s: float = 0.001
+    swap_ms: float = 0.1
+    proof_ms: float = 0.1
+    pause_ms: float = 0.2
+    canary_gap: float | None = None
+    canary_mean_gap: float | None = None
+    decode_canary_gap: float | None = None
+    warning: str | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    seed: int
+    stops: frozenset[int]
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.versions)
+
+
+class FakeEngine:
+    """See the module. `tokens_per_step` is how many tokens each running row gets in one step."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        initial_version: int = 0,
+        max_rows: int = 64,
+        step_s: float = 0.0,
+        load_s: float = 0.0,
+        tokens_per_step: int = 1,
+        fail_at_load: str | None = None,
+        fail_at_step: int | None = None,
+        **_: Any,
+    ) -> None:
+        time.sleep(load_s)
+        if fail_at_load:
+            raise ManifestMismatch(fail_at_load, remedy="this is a test")
+        self.info = FakeInfo(max_rows=max_rows)
+        self.version = initial_version
+        self._limits = RequestLimits(
+            vocab_size=VOCABULARY,
+            num_valid_ids=VOCABULARY,
+            max_model_len=self.info.max_model_len,
+            pool_tokens=self.info.pool_tokens,
+            eos_ids=self.info.eos_ids,
+            sampling_slots=self.info.sampling_slots,
+        )
+        self._step_s, self._tokens_per_step, self._fail_at_step = step_s, tokens_per_step, fail_at_step
+        self._waiting: deque[_Row] = deque()
+        self._running: dict[int, _Row] = {}
+        self._ended: list[Finished] = []
+        self._weights = {name: np.zeros(shape, np.float32) for name, (_, shape) in TENSORS.items()}
+        self._staged: dict[str, np.ndarray] | None = None
+        self._partial = False
+        self._update_version = 0
+        self._steps = 0
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """Names, dtypes and shapes of a full update."""
+        from areno.weights.names import TensorSpec
+
+        return {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in TENSORS.items()}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._waiting or self._running or self._ended)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        check_request(request, self._limits)
+        seed = request.sampling.seed if request.sampling.seed is not None else 12345
+        self._waiting.append(_Row(request, seed, frozenset(resolve_stop_ids(request.sampling, self._limits).tolist())))
+
+    def cancel(self, request_id: int, *, kind: FinishKind = FinishKind.CANCELLED, detail: str | None = None) -> bool:
+        """End a request; False if it is unknown or ended."""
+        row = self._running.pop(request_id, None)
+        if row is None:
+            row = next((one for one in self._waiting if one.request.request_id == request_id), None)
+            if row is None:
+                return False
+            self._waiting.remove(row)
+        self._end(row, FinishReason(kind=kind, detail=detail))
+        return True
+
+    def _end(self, row: _Row, reason: FinishReason) -> None:
+        prompt = len(row.request.prompt_ids)
+        spans: list[tuple[int, int]] = [(0, row.versions[0] if row.versions else self.version)]
+        for position, version in enumerate(row.versions):
+            if version != spans[-1][1]:
+                spans.append((prompt + position, version))
+        self._ended.append(
+            Finished(
+                request_id=row.request.request_id,
+                reason=reason,
+                prompt_tokens=prompt,
+                output_tokens=row.count,
+                cached_tokens=0,
+                seed=row.seed,
+                kv_spans=tuple(spans),
+            )
+        )
+
+    def step(self) -> StepOutput:
+        """Give every running row its tokens."""
+        time.sleep(self._step_s)
+        self._steps += 1
+        if self._fail_at_step is not None and self._steps >= self._fail_at_step:
+            raise RuntimeError("the fake engine fails as told")
+        while self._waiting and len(self._running) < self.info.max_rows:
+            row = self._waiting.popleft()
+            self._running[row.request.request_id] = row
+        sampled: list[tuple[int, int]] = []
+        for _ in range(self._tokens_per_step):
+            for request_id, row in list(self._running.items()):
+                sampled.append((request_id, self._next_id(row)))
+                self._advance(row, sampled[-1][1])
+        ended, self._ended = tuple(self._ended), []
+        return self._output(sampled, ended)
+
+    def _next_id(self, row: _Row) -> int:
+        forced = row.request.sampling.forced_ids
+        if forced is not None and row.count < len(forced):
+            return int(forced[row.count])
+        return int(fake_ids(row.seed, 1, row.count)[0])
+
+    def _advance(self, row: _Row, sampled: int) -> None:
+        row.versions.append(self.version)
+        sampling = row.request.sampling
+        if sampled in row.stops and row.count > sampling.min_new_tokens:
+            reason = FinishReason(kind=FinishKind.STOP, stop_id=sampled)
+        elif row.count >= sampling.max_new_tokens:
+            reason = FinishReason(kind=FinishKind.LENGTH)
+        else:
+            return
+        del self._running[row.request.request_id]
+        self._end(row, reason)
+
+    def _output(self, sampled: Sequence[tuple[int, int]], ended: tuple[Finished, ...]) -> StepOutput:
+        ids = np.array([token for _, token in sampled], np.int32)
+        logprobs = fake_logprobs(ids, self.version)
+        return StepOutput(
+            request_ids=np.array([request_id for request_id, _ in sampled], np.int64),
+            token_ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=logprobs - np.float32(0.5),
+            behaviour_logprobs=np.full(ids.size, np.nan, np.float32),
+            versions=np.full(ids.size, self.version, np.int64),
+            finished=ended,
+        )
+
+    def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> FakeScore:
+        """Score given ids."""
+        logprobs = fake_logprobs(np.asarray(ids)[1:], self.version)
+        return FakeScore(token_logprobs=logprobs, raw_logprobs=logprobs - np.float32(0.5), version=self.version)
+
+    def begin_update(self, manifest: Mapping[str, Any] | None, *, version: int, partial: bool = False) -> None:
+        """Open an update."""
+        if self._staged is not None:
+            raise UpdateBusy("an update is open", remedy="abort it")
+        if manifest is not None and not partial and set(manifest) != set(TENSORS):
+            raise ManifestMismatch(f"tensors {sorted(set(manifest) ^ set(TENSORS))}", field="manifest", remedy="bring the model's tensors")
+        self._staged, self._update_version, self._partial = {}, version, partial
+
+    def stage(self, name: str, tensor: Any) -> None:
+        """Take one tensor."""
+        if self._staged is None:
+            raise NoUpdate("no update is open", remedy="begin one")
+        if name not in TENSORS or tuple(tensor.shape) != TENSORS[name][1]:
+            raise ManifestMismatch(f"tensor {name} of shape {tuple(tensor.shape)}", field=name, remedy="bring the model's tensors")
+        self._staged[name] = tensor.numpy().copy()
+
+    def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> FakeReport:
+        """Publish the update."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise NoUpdate("no update is open", remedy="begin one")
+        if not self._partial and set(staged) != set(TENSORS):
+            raise ManifestMismatch("the update is not complete", field="manifest", remedy="stage every tensor")
+        for name, digest in (digests or {}).items():
+            if int(staged[name].view(np.uint32).astype(np.uint64).sum()) != digest:
+                raise DigestMismatch(f"digest of {name}", field=name, value=digest, remedy="stage it again")
+        changed = [name for name, tensor in staged.items() if not np.array_equal(tensor, self._weights[name])]
+        changed_bytes = sum(staged[name].nbytes for name in changed)
+        self._weights.update(staged)
+        self.version = self._update_version
+        return FakeReport(
+            version=self.version,
+            num_tensors=len(staged),
+            num_bytes=sum(tensor.nbytes for tensor in staged.values()),
+            changed_tensors=len(changed),
+            changed_bytes=changed_bytes,
+            canary_gap=0.0 if canaries else None,
+            warning=None if changed else "nothing changed",
+        )
+
+    def abort_update(self) -> None:
+        """Drop the open update."""
+        self._staged = None
+
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each tensor."""
+        return {name: int(tensor.view(np.uint32).astype(np.uint64).sum()) for name, tensor in self._weights.items()}
+
+    def stats(self) -> dict[str, int | float]:
+        """Return gauges."""
+        return {"waiting": len(self._waiting), "running": len(self._running), "steps": self._steps, "version": self.version}
+
+    def check_integrity(self) -> None:
+        """Assert that a fake holds nothing when idle."""
+        assert self.has_work or not self._running, "rows without work"
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.abort_update()
