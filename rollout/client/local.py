@@ -141,7 +141,5 @@ def local(model: str, *, start_timeout_s: float = 120.0, timeout_s: float = 10.0
     """
     unknown = [name for name in options if name in ("engine", "engine_options", "watch_parent")]
     if unknown:
-        raise InvalidConfig(
-            f"option {unknown[0]!r} is only for JSON configs", field=unknown[0], remedy="leave it out", code="invalid_config"
-        )
+        raise InvalidConfig(f"option {unknown[0]!r} is only for JSON configs", field=unknown[0], remedy="leave it out")
     return LocalService(model, start_timeout_s=start_timeout_s, timeout_s=timeout_s, options=options)

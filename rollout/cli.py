@@ -1,0 +1,153 @@
+"""The command line: `python -m rollout serve | check | info | stats`.
+
+Options of `serve` are those of `ServiceConfig`. With `--json`, what ends, ends with one JSON line on standard output;
+logs and human text for a running service go to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollout.client.blocking import connect
+from rollout.config import ServiceConfig
+from rollout.environment_report import environment_report
+from rollout.errors import RolloutError, error_fields
+
+app = typer.Typer(
+    name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+SNIPPET = """The service runs at {address}
+Paste this into a script or a notebook:
+
+    import rollout
+    client = rollout.connect({argument})
+    print(client.generate([1, 2, 3], max_new_tokens=16).ids)
+
+Stop it with Ctrl-C."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line at the end.")]
+Address = Annotated[str | None, typer.Option(help="Address of the service; without it, the one that the state folder announces.")]
+
+
+def _print_json(fields: Mapping[str, object]) -> None:
+    print(json.dumps(fields, default=str), flush=True)
+
+
+def _refuse(error: RolloutError, as_json: bool) -> typer.Exit:
+    """Print an error and return the exit to raise."""
+    if as_json:
+        _print_json({"event": "failed", "error": error_fields(error)})
+    else:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Folder of the model (Hugging Face layout).")],
+    address: Annotated[
+        str | None, typer.Option(help="ipc:///path or tcp://127.0.0.1:port; default: a local socket in the state folder.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: float32 on the CPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the engine runs.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Requests that decode at the same time.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="Pages of the KV pool.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    max_prefill_tokens: Annotated[int | None, typer.Option(help="Prefill tokens in one step.")] = None,
+    run_ahead: Annotated[int | None, typer.Option(help="Launches in flight beyond the one being read, 0 to 3.")] = None,
+    decode_tables: Annotated[str | None, typer.Option(help="resident or rebuilt.")] = None,
+    sampling_slots: Annotated[int | None, typer.Option(help="Rows that may use forced ids at the same time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
+    weights_dir: Annotated[str | None, typer.Option(help="Folder below which weight files are taken.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="State folder; default: ARENO_STATE_DIR or the user's.")] = None,
+    lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
+    max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow TCP without encryption on loopback.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve a model until stopped."""
+    from rollout.service.front import serve as run_service
+
+    options = {name: value for name, value in locals().items() if name not in ("as_json", "run_service")}
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(message)s", stream=sys.stderr)
+
+    def on_event(event: str, fields: Mapping[str, object]) -> None:
+        if as_json:
+            _print_json({"event": event, **fields})
+        elif event == "ready":
+            argument = json.dumps(fields["address"]) if address or state_dir else ""
+            print(SNIPPET.format(address=fields["address"], argument=argument), flush=True)
+
+    try:
+        error = run_service(ServiceConfig.from_fields(options), on_event)
+    except RolloutError as refused:
+        raise _refuse(refused, as_json) from None
+    if error is not None:
+        raise typer.Exit(1) if as_json else _refuse(error, as_json)
+    if as_json:
+        _print_json({"event": "stopped"})
+
+
+@app.command()
+def check(as_json: Json = False) -> None:
+    """Report on this environment, with a remedy for whatever is missing."""
+    findings = environment_report()
+    failed = [finding for finding in findings if finding.ok is False]
+    if as_json:
+        _print_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        table = Table("", "check", "found", "remedy", box=None)
+        for finding in findings:
+            mark = {True: "[green]ok[/]", False: "[red]fix[/]", None: "note"}[finding.ok]
+            table.add_row(mark, finding.name, finding.value, finding.remedy or "")
+        Console().print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _ask(address: str | None, timeout_s: float, as_json: bool, what: str) -> dict[str, Any]:
+    try:
+        with connect(address, timeout_s=timeout_s, name="command line") as client:
+            return client.stats() if what == "stats" else dataclasses.asdict(client.info())
+    except RolloutError as error:
+        raise _refuse(error, as_json) from None
+
+
+def _show(fields: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(fields)
+        return
+    table = Table(box=None, show_header=False)
+    for name, value in fields.items():
+        for inner, one in value.items() if isinstance(value, dict) else [("", value)]:
+            table.add_row(f"{name}.{inner}" if inner else name, str(one))
+    Console().print(table)
+
+
+@app.command()
+def info(address: Address = None, timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0, as_json: Json = False) -> None:
+    """Say what a running service is."""
+    _show(_ask(address, timeout_s, as_json, "info"), as_json)
+
+
+@app.command()
+def stats(address: Address = None, timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0, as_json: Json = False) -> None:
+    """Print a running service's counters and gauges."""
+    _show(_ask(address, timeout_s, as_json, "stats"), as_json)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
