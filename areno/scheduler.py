@@ -1,8 +1,8 @@
 """Plans on the host: who is admitted, what is prefilled, which rows decode; appends commands, never touches tensors.
 
 One `plan` per engine step. It lowers the bucket by moves when that has paid for some steps, admits from the front of
-the queue (row, pages and slot are reserved whole, so an admitted request always finishes), cuts prompts into chunks
-under the prefill budget, and launches a decode of rows 0..bucket. `consume` reads a launch's results through the
+the queue (row, pages and slot are reserved whole, so an admitted request always finishes) and cuts prompts into chunks
+while the prefill budget lasts, and launches a decode of rows 0..bucket. `consume` reads a launch's results through the
 lanes' seats as they were planned.
 
 A row is closed once the last launch made before its KILL, or the one that ended it, has been read; only then is its
@@ -189,7 +189,6 @@ class Scheduler:
     def plan(self) -> list[Command]:
         """Decide the next step; return its commands in order."""
         self._compact()
-        self._admit()
         prefill = self._plan_prefill()
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
@@ -303,15 +302,18 @@ class Scheduler:
             needs += np.array(live.variant, dtype=np.int64)
         assert (needs == self._needs).all(), "sampler needs are miscounted"
 
-    def _admit(self) -> None:
-        while self._waiting:
-            state = (self._pool.num_free, self._rows.num_free, self._seats.num_free, self._slots.num_free, id(self._waiting[0]))
-            if state == self._stuck:
-                return
-            if not self._try_admit(self._waiting[0]):
-                self._stuck = state
-                return
-            self._prefilling.append(self._waiting.popleft())
+    def _admit_next(self) -> bool:
+        """Admit the front of the queue if everything it needs is there; nobody overtakes it."""
+        if not self._waiting:
+            return False
+        state = (self._pool.num_free, self._rows.num_free, self._seats.num_free, self._slots.num_free, id(self._waiting[0]))
+        if state == self._stuck:
+            return False
+        if not self._try_admit(self._waiting[0]):
+            self._stuck = state
+            return False
+        self._prefilling.append(self._waiting.popleft())
+        return True
 
     def _try_admit(self, live: LiveRequest) -> bool:
         request = live.request
@@ -347,7 +349,8 @@ class Scheduler:
         budget = self._config.max_prefill_tokens
         chunks: list[PrefillChunk] = []
         complete: list[LiveRequest] = []
-        while self._prefilling and budget > 0:
+        # Admission goes prompt by prompt, so that each one finds the pages that those before it are filling.
+        while budget > 0 and (self._prefilling or self._admit_next()):
             live = self._prefilling[0]
             take = min(budget, live.prompt.size - live.computed)
             budget -= take

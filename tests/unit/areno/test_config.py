@@ -1,0 +1,51 @@
+"""Engine options are checked when made and resolved once against the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areno import EngineConfig, InvalidConfig
+from areno.config import resolve
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_rows", 0),
+        ("max_rows", True),
+        ("page_size", 0),
+        ("num_pages", -1),
+        ("run_ahead", 4),
+        ("ring_slots", 1),
+        ("dtype", "float16"),
+        ("device", "tpu"),
+        ("decode_tables", "magic"),
+        ("max_prefill_tokens", 0),
+        ("canary_tolerance", float("nan")),
+        ("seed", -1),
+    ],
+)
+def test_an_option_out_of_its_domain_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig) as refusal:
+        EngineConfig(model="x", **{field: value})
+    assert refusal.value.field == field and refusal.value.limit and refusal.value.remedy
+
+
+def test_the_ring_must_hold_what_run_ahead_withholds() -> None:
+    with pytest.raises(InvalidConfig, match="run_ahead=3 needs at least 8"):
+        EngineConfig(model="x", run_ahead=3, ring_slots=4)
+
+
+def test_buckets_are_multiples_of_four_that_cover_every_row_count() -> None:
+    for max_rows in (1, 3, 4, 12, 17, 64, 70, 256):
+        resolved = resolve(EngineConfig(model="x", max_rows=max_rows), model_max_len=512)
+        assert all(bucket % 4 == 0 for bucket in resolved.buckets) and resolved.buckets[-1] >= max_rows
+        for rows in range(1, max_rows + 1):
+            assert rows <= resolved.bucket_of(rows) < rows + 16
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="at most 512"):
+        resolve(EngineConfig(model="x", max_model_len=513), model_max_len=512)
