@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout.agent.controls import ControlText, Placeholders
-from rollout.agent.errors import ChatFormatError
+from rollout.agent.errors import ChatFormatError, TokenizerMismatch
 from rollout.tokenizer_files import tokenizer_digest
 
 Message = Mapping[str, Any]
@@ -97,6 +97,17 @@ class ChatFormat:
         """Load the format that `client`'s service serves. Raises: ChatFormatError."""
         return cls(await client.tokenizer_files(), **options)
 
+    def check_served(self, digest: str | None) -> None:
+        """Refuse a service whose tokenizer has another digest; None: the service has none to compare. Raises: TokenizerMismatch."""
+        if digest is not None and digest != self.tokenizer_digest:
+            raise TokenizerMismatch(
+                f"the chat format's tokenizer is {self.tokenizer_digest[:12]}",
+                field="tokenizer_digest",
+                value=self.tokenizer_digest,
+                limit=f"the service serves {digest[:12]}",
+                remedy="make the format with `await ChatFormat.of(client)`",
+            )
+
     def placeholders(self) -> Placeholders:
         """Return fresh placeholders for one conversation."""
         return Placeholders(self._controls)
@@ -132,9 +143,7 @@ class ChatFormat:
 
     def _marked(self, message: Message, placeholders: Placeholders) -> dict[str, Any]:
         clean = _clean(message)
-        if clean.get("role") in self.trusted_roles:
-            return clean
-        return {key: value if key == "role" else placeholders.mark(value) for key, value in clean.items()}
+        return clean if clean.get("role") in self.trusted_roles else placeholders.mark(clean)
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
         """Return a conversation as the template writes it. Raises: ChatFormatError."""

@@ -53,7 +53,7 @@ class Placeholders:
             marked = self._controls.pattern.sub(lambda match: self._hide(match.group()), value)
             return self._hide(value) if self._controls.yields_controls(marked) else marked
         if isinstance(value, dict):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value
@@ -74,7 +74,7 @@ class ControlText:
     Every added token counts as control, special or not: `<tool_call>` and `<think>` are as binding as the end of a turn.
     """
 
-    __slots__ = ("_full", "_normalized", "_plain", "_spaced", "_strips", "ids", "pattern")
+    __slots__ = ("_full", "_lead", "_normalized", "_plain", "_strips", "ids", "pattern")
 
     def __init__(self, tokenizer: Any):
         from tokenizers import Tokenizer
@@ -90,8 +90,16 @@ class ControlText:
         description["added_tokens"] = []
         description["post_processor"] = None
         self._plain = Tokenizer.from_str(json.dumps(description))
-        layout = json.dumps([description.get("pre_tokenizer"), description.get("normalizer")])
-        self._spaced = '"Metaspace"' in layout or '"Prepend"' in layout
+        self._lead = self._find_lead()
+
+    def _find_lead(self) -> str:
+        """Return text that must go before an inner piece, so that it is encoded as it is behind a control token."""
+        alone = self._plain.encode("a", add_special_tokens=False).ids
+        for token, (_, rstrip) in self._strips.items():
+            inside = self._full.encode(token + "a", add_special_tokens=False).ids[1:]
+            if token and not rstrip:
+                return "" if inside == alone else "\n"
+        return ""
 
     def yields_controls(self, text: str) -> bool:
         """Return whether `text` becomes a control id only after normalisation, which the pattern cannot see."""
@@ -121,10 +129,10 @@ class ControlText:
         )
 
     def _encode_piece(self, text: str, *, inner: bool) -> list[int]:
-        if inner and self._spaced:
-            # SentencePiece-like tokenizers put a space before the first word of whatever they get.
-            lead = self._plain.encode("\n", add_special_tokens=False).ids
-            ids = self._plain.encode("\n" + text, add_special_tokens=False).ids
+        if inner and self._lead:
+            # Some tokenizers put a space before the first word of a text, but not behind a control token in it.
+            lead = self._plain.encode(self._lead, add_special_tokens=False).ids
+            ids = self._plain.encode(self._lead + text, add_special_tokens=False).ids
             if ids[: len(lead)] == lead:
                 return ids[len(lead) :]
         return self._plain.encode(text, add_special_tokens=False).ids

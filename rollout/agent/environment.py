@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from rollout.agent.chat import Message
-from rollout.agent.episode import Episode, Turn
+from rollout.agent.episode import Episode
 from rollout.agent.tools import Tool
+from rollout.agent.turn import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

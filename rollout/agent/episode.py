@@ -16,17 +16,18 @@ import dataclasses
 import enum
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.conversation import Conversation
-from rollout.agent.errors import EpisodeStateError, InvalidEpisode, TokenizerMismatch
+from rollout.agent.errors import EpisodeStateError, InvalidEpisode
+from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.record import EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.seeds import derive_seed
 from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
+from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 
 CANCEL_WAIT_S = 2.0
 
@@ -62,102 +63,6 @@ class EpisodeStatus(enum.StrEnum):
     FAILED = "failed"
 
 
-class Limit(enum.StrEnum):
-    """The limit that cut a turn or an episode."""
-
-    MAX_TURNS = "max_turns"
-    MAX_NEW_TOKENS = "max_new_tokens"
-    MAX_TOTAL_TOKENS = "max_total_tokens"
-    CONTEXT = "context"
-    DEADLINE = "deadline_s"
-    MAX_BAD_TURNS = "max_bad_turns"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """Bounds of an episode. `max_total_tokens` counts a row (absent: the service's context); `max_new_tokens` bounds each turn.
-
-    An episode ends with status `bad_calls` after `max_bad_turns` turns in a row that hold a bad tool call and no good one.
-    Raises: InvalidEpisode.
-    """
-
-    max_turns: int | None = None
-    max_total_tokens: int | None = None
-    max_new_tokens: int = 256
-    max_bad_turns: int = 3
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidEpisode(
-                    f"{field.name}={value!r}", field=field.name, value=value, limit="an integer of at least 1", remedy=f"set {field.name}"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSampling:
-    """How turns are drawn; `act` may replace any of it for one turn. Values are checked by the service.
-
-    `max_new_tokens` absent: the episode's limit. `seed` absent: derived from the episode's seed and the turn's number.
-    """
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    seed: int | None = None
-    stop_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    forced_ids: Sequence[int] | None = None
-    logprobs: bool = True
-    min_version: int | None = None
-    deadline_s: float | None = None
-
-    def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
-        """Return a copy with changes. Raises: InvalidEpisode for an unknown name."""
-        known = {field.name for field in dataclasses.fields(self)}
-        for name in changes:
-            if name not in known:
-                raise InvalidEpisode(
-                    f"there is no sampling option {name!r}",
-                    field=name,
-                    value=changes[name],
-                    limit=f"known: {', '.join(sorted(known))}",
-                    remedy="use one of these",
-                )
-        return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One sampled turn as the agent loop sees it.
-
-    `ids` int32 are all sampled ids, the end-of-turn included; `text` leaves that one out and keeps every other control token.
-    `limit` names what cut the turn, None if it ended by itself. `record` tells how it was drawn.
-    """
-
-    index: int
-    ids: np.ndarray
-    text: str
-    tool_calls: tuple[ToolCall, ...]
-    bad_calls: tuple[BadCall, ...]
-    limit: Limit | None
-    record: TurnRecord
-    generation: GenerationLike
-
-    @property
-    def finish_reason(self) -> str:
-        """Return "stop", "length", "cancelled" or "expired"."""
-        return self.record.finish_kind
-
-    @property
-    def calls_tools(self) -> bool:
-        """Return whether the reply holds tool calls, good or bad."""
-        return bool(self.tool_calls or self.bad_calls)
-
-
 class Episode:
     """A multi-turn rollout. Make it with `open`, or directly where info and format are at hand already.
 
@@ -169,6 +74,7 @@ class Episode:
     __slots__ = (
         "_awaits_act",
         "_bad_turns",
+        "_cancelling",
         "_client",
         "_context",
         "_conversation",
@@ -221,19 +127,21 @@ class Episode:
             raise InvalidEpisode(
                 "there is no chat format", field="format", limit=f"{given.pop()} needs one", remedy="use Episode.open, or pass format="
             )
-        check_tokenizer(format, info)
+        if format is not None:
+            format.check_served(info.tokenizer_digest)
         self._client, self._format = client, format
         self._tools = tools if isinstance(tools, ToolBox) else ToolBox(tools)
         self._limits, self._sampling = limits or EpisodeLimits(), sampling or TurnSampling()
-        self.seed = secrets.randbits(64) if seed is None else seed
+        self.seed = secrets.randbits(64) if seed is None else _checked_seed(seed)
         self.lineage = lineage or secrets.token_hex(16)
         self._options = {"lineage": self.lineage, "cache_salt": cache_salt, "kv_policy": kv_policy, "max_kv_lag": max_kv_lag}
         self._eos_ids = frozenset(getattr(info.engine, "eos_ids", ()))
-        self._context, self._total_limit = _total_tokens(info, self._limits)
+        self._context, self._total_limit = total_tokens(info.engine, self._limits)
         self.status = EpisodeStatus.RUNNING
         self.limit: Limit | None = None
         self.reason: str | None = None
         self._in_flight: bytes | None = None
+        self._cancelling = False
         self._bad_turns = 0
         self._record = TokenRecord()
         self._conversation: Conversation | None = None
@@ -297,7 +205,9 @@ class Episode:
         """
         self._require(acting=True)
         plan = self._sampling.replaced(sampling)
-        asked = min(plan.max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
+        bound = self._limits.max_new_tokens
+        asked = plan.max_new_tokens if plan.max_new_tokens is not None else bound or DEFAULT_MAX_NEW_TOKENS
+        asked = asked if bound is None else min(asked, bound)
         budget = min(asked, self._context - self._record.length)
         seed = derive_seed(self.seed, self._record.num_turns) if plan.seed is None else plan.seed
         options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
@@ -330,6 +240,8 @@ class Episode:
         good, bad = self._tools.read(text) if len(self._tools) else ((), ())
         limit = self._settle(record, shortened=shortened)
         self._count_bad(good, bad)
+        if self._cancelling:
+            self._end(EpisodeStatus.CANCELLED)
         self._awaits_act = False
         return Turn(
             index=record.index, ids=ids, text=text, tool_calls=good, bad_calls=bad, limit=limit, record=record, generation=generation
@@ -425,6 +337,7 @@ class Episode:
         if request_id is None:
             self._end(EpisodeStatus.CANCELLED)
         else:
+            self._cancelling = True
             await self._client.cancel(request_id)
 
     def _end(self, status: EpisodeStatus, limit: Limit | None = None, *, reason: str | None = None) -> None:
@@ -455,33 +368,16 @@ class Episode:
         self._record.check_integrity()
 
 
-def check_tokenizer(format: ChatFormat | None, info: Any) -> None:
-    """Refuse a format whose tokenizer is not the served one. Raises: TokenizerMismatch."""
-    served: str | None = getattr(info, "tokenizer_digest", None)
-    if format is not None and served is not None and format.tokenizer_digest != served:
-        raise TokenizerMismatch(
-            f"the chat format's tokenizer is {format.tokenizer_digest[:12]}",
-            field="tokenizer_digest",
-            value=format.tokenizer_digest,
-            limit=f"the service serves {served[:12]}",
-            remedy="make the format with `await ChatFormat.of(client)`",
-        )
-
-
-def _total_tokens(info: Any, limits: EpisodeLimits) -> tuple[int, Limit]:
-    """Return the most tokens that a row may have, and whose limit that is."""
-    engine = info.engine
-    served = [int(value) for name in ("max_model_len", "pool_tokens") if (value := getattr(engine, name, None)) is not None]
-    if limits.max_total_tokens is not None and all(limits.max_total_tokens <= value for value in served):
-        return limits.max_total_tokens, Limit.MAX_TOTAL_TOKENS
-    if not served:
+def _checked_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InvalidEpisode(
-            "the service does not say how long a row may be",
-            field="max_total_tokens",
-            limit="no engine answers it now",
-            remedy="try again, or set max_total_tokens",
+            f"seed={seed!r}",
+            field="seed",
+            value=seed,
+            limit="an integer from 0 to 2**64 - 1",
+            remedy="pass one, or leave it out to draw one",
         )
-    return min(served), Limit.CONTEXT
+    return seed
 
 
 def _checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class GenerationLike(Protocol):
     @property
     def kv_spans(self) -> Sequence[tuple[int, int]]: ...
     @property
-    def finish_reason(self) -> Any: ...
+    def finish_reason(self) -> FinishLike: ...
     @property
     def seed(self) -> int: ...
     @property

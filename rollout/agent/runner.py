@@ -23,10 +23,12 @@ from typing import Any
 from rollout.agent.chat import ChatFormat
 from rollout.agent.deadline import call_within
 from rollout.agent.environment import Environment, Start, Step
-from rollout.agent.episode import Episode, EpisodeLimits, EpisodeStatus, Limit, PolicyClient, Turn, TurnSampling, check_tokenizer
+from rollout.agent.episode import Episode, EpisodeStatus, PolicyClient
 from rollout.agent.errors import InvalidEnvironment, InvalidEpisode
+from rollout.agent.limits import EpisodeLimits, Limit
 from rollout.agent.record import EpisodeRow
 from rollout.agent.seeds import derive_seed
+from rollout.agent.turn import Turn, TurnSampling
 
 
 class FailureKind(enum.StrEnum):
@@ -265,7 +267,7 @@ async def run_episode(
         info = await client.info()
     if format is None:
         format = await ChatFormat.of(client)
-    check_tokenizer(format, info)
+    format.check_served(info.tokenizer_digest)
     run = _Run(client, task, format, info, sampling or TurnSampling(), limits or EpisodeLimits(), timeouts or PhaseTimeouts())
     reward, failure = None, None
     try:
@@ -307,7 +309,7 @@ async def run_episodes(
         info = await client.info()
     if format is None:
         format = await ChatFormat.of(client)
-    check_tokenizer(format, info)
+    format.check_served(info.tokenizer_digest)
     total = len(tasks) if isinstance(tasks, Sequence) else None
     waiting = enumerate(tasks)
     results: dict[int, EpisodeResult] = {}

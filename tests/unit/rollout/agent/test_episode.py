@@ -497,6 +497,46 @@ def test_sampling_of_the_episode_is_the_default_of_its_turns() -> None:
         assert (options["temperature"], options["max_new_tokens"], options["cache_salt"], options["max_kv_lag"]) == (0.25, 9, "s", 2)
 
 
+@pytest.mark.parametrize(
+    ("bound", "default", "asked", "sent"),
+    [
+        (None, None, None, 256),
+        (None, None, 1000, 1000),
+        (9, None, None, 9),
+        (9, 5, None, 5),
+        (9, 50, None, 9),
+        (9, 5, 70, 9),
+        (None, 5, 70, 70),
+    ],
+)
+def test_a_turns_budget_is_what_was_asked_for_within_the_limit(bound: Any, default: Any, asked: Any, sent: int) -> None:
+    client = FakeClient([[*spelled("a"), END]])
+    episode = start(client, limits=EpisodeLimits(max_new_tokens=bound), sampling=TurnSampling(max_new_tokens=default))
+    play(episode, **({} if asked is None else {"max_new_tokens": asked}))
+    assert client.requests[0][1]["max_new_tokens"] == sent
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True])
+def test_seeds_are_checked(seed: Any) -> None:
+    with pytest.raises(InvalidEpisode, match="leave it out to draw one"):
+        asyncio.run(Episode.open(FakeClient(), messages=USER, seed=seed))
+
+
+def test_an_episode_cancelled_too_late_for_its_request_still_ends() -> None:
+    client = FakeClient([[*spelled("a"), END]])
+    episode = start(client)
+
+    async def run() -> Any:
+        task = asyncio.create_task(episode.act())
+        await asyncio.sleep(0)
+        await episode.cancel()
+        return await task
+
+    turn = asyncio.run(run())
+    assert turn.finish_reason == "stop" and episode.status is EpisodeStatus.CANCELLED
+    assert episode.rows()[0].num_sampled == 2
+
+
 def test_two_episodes_have_lineages_and_seeds_of_their_own() -> None:
     client = FakeClient()
     one, other = (asyncio.run(Episode.open(client, messages=USER)) for _ in range(2))
