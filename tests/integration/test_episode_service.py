@@ -1,0 +1,194 @@
+"""Episodes over a running service: what a trainer would train on is what the engine computed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollout
+from rollout.agent import (
+    ChatFormat,
+    Episode,
+    EpisodeStatus,
+    EpisodeTask,
+    FailureKind,
+    PhaseTimeouts,
+    Start,
+    Step,
+    TokenizerMismatch,
+    Tool,
+    TurnSampling,
+    group_tasks,
+    run_episodes,
+)
+from tests.fixtures_models import reference_logprobs, reference_model, write_checkpoint
+from tests.unit.rollout.agent.byte_tokenizer import CHATML, THINKING, control_id, files, spelled
+
+END = control_id("<|im_end|>")
+USER = [{"role": "user", "content": "go"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, "llama", vocab_size=288, eos_token_id=END, bos_token_id=control_id("<s>"))
+    for name, content in files(THINKING).items():
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.Client]:
+    with rollout.local(str(folder), state_dir=str(tmp_path_factory.mktemp("state")), max_rows=16, threads=1) as client:
+        yield client
+
+
+def check_against_reference(folder: Path, rows: Any) -> int:
+    """Compare every sampled token's log-probability and return how many there were."""
+    model, count = reference_model(folder), 0
+    for row in rows:
+        for temperature in {turn.temperature for turn in row.turns}:
+            own = row.mask & (row.temperatures == np.float32(temperature))
+            wanted = reference_logprobs(model, row.ids, temperature)[own[1:]]
+            assert np.abs(wanted - row.logprobs[own]).max() < 1e-4
+            count += int(own.sum())
+    return count
+
+
+def test_sampled_ids_go_round_the_service_untouched(client: rollout.Client, folder: Path) -> None:
+    said = spelled("hello")
+
+    async def play() -> Episode:
+        episode = await client.aio.episode(messages=USER)
+        await episode.act(forced_ids=[*said, END], temperature=0.7)
+        episode.observe([{"role": "tool", "content": "42 <|im_end|>"}])
+        await episode.act(max_new_tokens=20, ignore_eos=True)
+        return episode
+
+    episode = asyncio.run(play())
+    (row,) = episode.rows()
+    first, second = row.turns
+    assert row.ids[first.start : first.end].tolist() == [*said, END]
+    assert second.prompt_tokens == second.start and second.cached_tokens > 0
+    assert (first.kv_spans[0], second.kv_spans[0]) == ((0, 0), (0, 0))
+    assert check_against_reference(folder, [row]) == 26
+
+
+def test_an_episode_made_by_the_blocking_client_is_the_same(client: rollout.Client) -> None:
+    episodes = [client.episode(messages=USER, seed=3), asyncio.run(client.aio.episode(messages=USER, seed=3))]
+    for episode in episodes:
+        asyncio.run(episode.act(max_new_tokens=8))
+    assert episodes[0].rows()[0].ids.tolist() == episodes[1].rows()[0].ids.tolist()
+    assert episodes[0].lineage != episodes[1].lineage
+
+
+def test_another_tokenizer_is_refused(client: rollout.Client) -> None:
+    with pytest.raises(TokenizerMismatch):
+        client.episode(messages=USER, format=ChatFormat(files(CHATML, lowercase=True)))
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+class Talk:
+    """Three turns, the first of which is made to call a tool well and badly."""
+
+    async def reset(self, seed: int) -> Start:
+        return Start(messages=[{"role": "user", "content": f"hello {seed}"}], tools=(Tool.from_function(double),))
+
+    async def step(self, turn: Any) -> Step:
+        return Step(messages=[{"role": "user", "content": "more"}], done=turn.index >= 2)
+
+    async def score(self, episode: Any) -> float:
+        return float(episode.num_turns)
+
+
+def test_rows_of_a_run_have_the_references_log_probabilities(client: rollout.Client, folder: Path) -> None:
+    tasks = [task for seed in range(4) for task in group_tasks(Talk, seed=seed, members=4, group=seed)]
+    results = asyncio.run(run_episodes(client.aio, tasks, concurrency=16, sampling=TurnSampling(temperature=1.2, max_new_tokens=12)))
+    assert [result.reward for result in results] == [3.0] * 16
+    assert check_against_reference(folder, [row for result in results for row in result.rows]) > 300
+    again = asyncio.run(run_episodes(client.aio, tasks[5:6], sampling=TurnSampling(temperature=1.2, max_new_tokens=12)))
+    assert again[0].rows[0].ids.tolist() == results[5].rows[0].ids.tolist()
+
+
+def test_tool_calls_good_and_bad_over_the_service(client: rollout.Client, folder: Path) -> None:
+    said = (
+        '<tool_call>{"name": "double", "arguments": null}</tool_call><tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+    )
+
+    async def play() -> Episode:
+        episode = await client.aio.episode(messages=USER, tools=[double])
+        turn = await episode.act(forced_ids=[*spelled(said), END], max_new_tokens=200)
+        assert (len(turn.tool_calls), len(turn.bad_calls)) == (1, 1)
+        episode.observe(await episode.run_tools(turn))
+        await episode.act(max_new_tokens=4)
+        return episode
+
+    episode = asyncio.run(play())
+    (row,) = episode.rows()
+    assert [message["content"] for message in episode.messages if message["role"] == "tool"][1] == "8"
+    assert row.mask[row.turns[0].start : row.turns[0].end].all() and row.turns[0].end - row.turns[0].start == len(spelled(said)) + 1
+    check_against_reference(folder, [row])
+
+
+def is_idle(client: rollout.Client) -> bool:
+    """Wait until nothing runs; False after some seconds."""
+    for _ in range(100):
+        engine = client.stats()["engine"]
+        if engine["running"] == 0 and engine["waiting"] == 0:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_cancelled_run_leaves_nothing_running(client: rollout.Client) -> None:
+    async def cancel() -> None:
+        tasks = [EpisodeTask(make_environment=Talk, seed=seed) for seed in range(12)]
+        sampling = TurnSampling(max_new_tokens=300, ignore_eos=True)
+        run = asyncio.create_task(run_episodes(client.aio, tasks, sampling=sampling))
+        await asyncio.sleep(0.2)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(cancel())
+    assert is_idle(client)
+
+
+def test_an_act_that_takes_too_long_is_cancelled_at_the_service(client: rollout.Client) -> None:
+    (result,) = asyncio.run(
+        run_episodes(
+            client.aio,
+            [EpisodeTask(make_environment=Talk)],
+            sampling=TurnSampling(max_new_tokens=400, ignore_eos=True),
+            timeouts=PhaseTimeouts(act_s=0.05),
+        )
+    )
+    assert result.status is EpisodeStatus.FAILED and result.failure.kind is FailureKind.INFRASTRUCTURE and result.reward is None
+    assert is_idle(client)
+
+
+def test_an_episode_cancelled_in_the_middle_keeps_what_was_sampled(client: rollout.Client, folder: Path) -> None:
+    async def play() -> Episode:
+        episode = await client.aio.episode(messages=USER)
+        before = (await client.aio.stats())["engine"]["decode_tokens"]
+        acting = asyncio.create_task(episode.act(max_new_tokens=400, ignore_eos=True))
+        while (await client.aio.stats())["engine"]["decode_tokens"] < before + 3:
+            await asyncio.sleep(0.005)
+        await episode.cancel()
+        turn = await acting
+        assert turn.finish_reason == "cancelled" and 0 < len(turn.ids) < 400
+        return episode
+
+    episode = asyncio.run(play())
+    assert episode.status is EpisodeStatus.CANCELLED
+    check_against_reference(folder, episode.rows())
