@@ -27,6 +27,7 @@ _HOME = {
     "FinishKind": "areno.request",
     "FinishReason": "areno.request",
     "Finished": "areno.request",
+    "PromptScore": "areno.request",
     "Request": "areno.request",
     "SamplingParams": "areno.request",
     "StepOutput": "areno.request",

@@ -18,6 +18,7 @@ from areno.decode.path import DecodePath
 from areno.decode.results import ResultRing
 from areno.forward import Forward
 from areno.request import MAX_STOP_IDS
+from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
 from areno.weights.update import Canary
 
@@ -65,36 +66,44 @@ class CanaryProof:
         ids = canary.ids[: self._pages.size * self._resolved.page_size + 1]
         prompt_tokens = max(ids.size // 2, 1)
         forced = ids[prompt_tokens:]
-        self._enter_row(canary, prompt_tokens, forced)
-        variant = Variant(noise=False, temperature=canary.temperature not in (0.0, 1.0), stop_mask=False, slots=True)
-        seats, generations = np.zeros(1, dtype=np.int64), np.array([self._generation], dtype=np.int32)
-        chunk = PrefillChunk(ids=ids[:prompt_tokens], start=0, pages=self._pages, row=_ROW)
-        logits = self._forward.prefill([chunk])
+        self._enter_row(canary, ids[:prompt_tokens], forced)
+        variant = Variant(temperature=canary.temperature not in (0.0, 1.0), slots=True)
+        lanes: dict[str, np.ndarray] = {"seats": np.zeros(1, dtype=np.int64), "generations": np.array([self._generation], dtype=np.int32)}
+        nothing = np.zeros(0, dtype=np.int64)
+        chunk = PrefillChunk(
+            ids=ids[:prompt_tokens],
+            start=0,
+            pages=self._pages,
+            rows=(_ROW,),
+            score_from=0,
+            score_targets=nothing,
+            temperature=canary.temperature,
+            seat=0,
+            generation=self._generation,
+        )
+        logits = self._forward.prefill([chunk]).logits
         assert logits is not None, "a complete prompt has logits"
         measured = []
         for step in range(forced.size):
-            _, records = self._ring.take(seats=seats, generations=generations, version=0)
+            _, records = self._ring.take(seats=lanes["seats"], generations=lanes["generations"], version=0)
             if step == 0:
-                self._path.sample_prefill(
-                    PrefillLaunch(chunks=(chunk,), seats=seats, generations=generations, variant=variant), logits, records
-                )
+                launch = PrefillLaunch(chunks=(chunk,), fork_sources=nothing, fork_targets=nothing, variant=variant, **lanes)
+                self._path.sample_prefill(launch, logits, records)
             else:
-                longest = prompt_tokens + step
-                self._path.decode(
-                    DecodeLaunch(bucket=LANE_MULTIPLE, longest=longest, seats=seats, generations=generations, variant=variant), records
-                )
+                self._path.decode(DecodeLaunch(bucket=LANE_MULTIPLE, longest=prompt_tokens + step, variant=variant, **lanes), records)
             measured.append(float(self._ring.ready(drain=True)[0].logprob[0]))
         gap = np.abs(np.array(measured) - canary.expected_logprobs[prompt_tokens - 1 : ids.size - 1])
         return float(np.nan_to_num(gap, nan=np.inf).max())
 
-    def _enter_row(self, canary: Canary, prompt_tokens: int, forced: np.ndarray) -> None:
+    def _enter_row(self, canary: Canary, prompt: np.ndarray, forced: np.ndarray) -> None:
         self._generation += 1
         packer = DeltaPacker()
+        nothing = np.zeros(0, dtype=np.int64)
         packer.set_row(
             {
                 "row": _ROW,
                 "generation": self._generation,
-                "length": prompt_tokens - 1,
+                "length": prompt.size - 1,
                 "remaining": forced.size,
                 "sampling_slot": 0,
                 "recurrent_slot": -1,
@@ -103,7 +112,16 @@ class CanaryProof:
                 "stop_ids": np.full(MAX_STOP_IDS, -1, dtype=np.int32),
             },
             self._pages,
-            forced,
+            SlotContent(
+                forced_ids=forced,
+                bias_ids=nothing,
+                bias_values=nothing.astype(np.float32),
+                repetition=1.0,
+                presence=0.0,
+                frequency=0.0,
+                prompt_ids=prompt,
+                output_ids=nothing,
+            ),
         )
         for slot in packer.take():
             self._path.apply(slot)

@@ -23,26 +23,53 @@ class ApplyDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChunk:
-    """Tokens `start`..`start + len(ids) - 1` of one prompt.
+class CopyPages:
+    """Copy whole pages in every layer; all sources are read before a target is written. Shapes: [n] each."""
 
-    `pages` hold positions 0..end; `row` is the row whose first token this chunk samples, -1 for an inner chunk.
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Tokens `start`..`start + len(ids) - 1` of one sequence.
+
+    `pages` hold positions 0..end. `rows` are the rows whose next token is drawn from the last position's logits: none for an
+    inner chunk, several for a group. `score_targets` are the ids at `score_from + 1` and on whose log-probabilities are
+    asked for; `seat` and `generation` name the request they belong to.
     """
 
     ids: np.ndarray
     start: int
     pages: np.ndarray
-    row: int
+    rows: tuple[int, ...]
+    score_from: int
+    score_targets: np.ndarray
+    temperature: float
+    seat: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLaunch:
-    """Run prompt chunks packed together and sample the rows that are complete, one lane each in the chunks' order."""
+    """Run chunks packed together, copy the last pages of forked prompts, and sample, one lane per row in the chunks' order."""
 
     chunks: tuple[PrefillChunk, ...]
+    fork_sources: np.ndarray
+    fork_targets: np.ndarray
     seats: np.ndarray
     generations: np.ndarray
     variant: Variant
+
+    @property
+    def rows(self) -> list[int]:
+        """The sampled rows, one lane each."""
+        return [row for chunk in self.chunks for row in chunk.rows]
+
+    @property
+    def reports(self) -> bool:
+        """Whether the launch takes a slot of the result ring."""
+        return bool(self.seats.size) or any(chunk.score_targets.size for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +83,4 @@ class DecodeLaunch:
     variant: Variant
 
 
-Command = ApplyDelta | PrefillLaunch | DecodeLaunch
+Command = ApplyDelta | CopyPages | PrefillLaunch | DecodeLaunch

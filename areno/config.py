@@ -20,6 +20,7 @@ ZERO_PAGE = 0
 SINK_PAGE = 1
 RESERVED_PAGES = 2
 CANARY_TOKENS = 64
+GROW_TOKENS = 64
 
 
 def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -49,6 +50,7 @@ class EngineConfig:
     ring_slots: int = 8
     decode_tables: str = "resident"
     sampling_slots: int = 32
+    kept_ids: bool = False
     prefix_cache: bool = True
     compaction_steps: int = 8
     seed: int | None = None

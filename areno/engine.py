@@ -33,7 +33,8 @@ from areno.forward import Forward
 from areno.kv.store import KVStore
 from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
-from areno.request import Finished, FinishKind, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Sampler
 from areno.scheduler import Scheduler
 from areno.weights.load import load_checkpoint
@@ -97,10 +98,12 @@ class Engine:
         )
         sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids, device=device)
         self._forward = Forward(self._model, self._store, sampler, dtype)
-        self._path = _make_path(config, resolved, self._forward, rows=resolved.table_rows, slots=config.sampling_slots)
-        self._ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=config.run_ahead)
-        self._executor = Executor(self._forward, self._path, self._ring, version=config.initial_version)
-        self._proof = CanaryProof(self._forward, _make_path(config, resolved, self._forward, rows=LANE_MULTIPLE, slots=1), resolved)
+        vocab_size = model_config.vocab_size
+        self._path = _make_path(config, resolved, self._forward, vocab_size, rows=resolved.table_rows, slots=max(config.sampling_slots, 1))
+        self._ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=config.run_ahead, kept=config.kept_ids)
+        self._executor = Executor(self._forward, self._store, self._path, self._ring, version=config.initial_version)
+        proof_path = _make_path(config, resolved, self._forward, vocab_size, rows=LANE_MULTIPLE, slots=1)
+        self._proof = CanaryProof(self._forward, proof_path, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,
@@ -108,6 +111,7 @@ class Engine:
             pool_tokens=resolved.pool_tokens,
             eos_ids=model_config.eos_ids,
             sampling_slots=config.sampling_slots,
+            kept_ids=config.kept_ids,
         )
         self._scheduler = Scheduler(config, resolved, limits)
         self._resolved = resolved
@@ -172,7 +176,7 @@ class Engine:
             outputs.extend(self._read(drain=True))
         self._steps += 1
         endings = self._scheduler.take_endings()
-        output = _join(outputs, endings)
+        output = _join(outputs, endings, self._scheduler.take_prompt_scores())
         self._step_s += time.perf_counter() - started
         return output
 
@@ -292,6 +296,10 @@ class Engine:
                     "decode_launches",
                     "starved",
                     "moves",
+                    "forks",
+                    "preemptions",
+                    "grown_pages",
+                    "prefills_restarted",
                 )
             },
             **scheduler.counters,
@@ -345,17 +353,20 @@ class Engine:
         )
 
 
-def _make_path(config: EngineConfig, resolved: ResolvedConfig, forward: Forward, *, rows: int, slots: int) -> DecodePath:
-    sizes = {"num_rows": rows, "pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size, "sampling_slots": slots}
+def _make_path(config: EngineConfig, resolved: ResolvedConfig, forward: Forward, vocab_size: int, *, rows: int, slots: int) -> DecodePath:
+    device = torch.device(config.device)
+    tables = SlotTables(num_slots=slots, vocab_size=vocab_size, max_forced=resolved.max_model_len, device=device)
+    sizes = {"num_rows": rows, "pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}
     if config.decode_tables == "rebuilt":
-        return RebuiltPath(forward, **sizes)
-    return ResidentPath(forward, DecodeTables(max_forced=resolved.max_model_len, device=torch.device(config.device), **sizes))
+        return RebuiltPath(forward, slots=tables, **sizes)
+    return ResidentPath(forward, DecodeTables(slots=tables, device=device, **sizes))
 
 
-def _join(outputs: list[StepOutput], endings: tuple[Finished, ...]) -> StepOutput:
+def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tuple[PromptScore, ...]) -> StepOutput:
     if not outputs:
-        return StepOutput.empty(endings)
+        return replace(StepOutput.empty(endings), prompt_scores=scores)
     if len(outputs) == 1:
-        return replace(outputs[0], finished=endings)
-    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
-    return StepOutput(**{name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}, finished=endings)
+        return replace(outputs[0], finished=endings, prompt_scores=scores)
+    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions", "kept_counts", "kept_ids")
+    joined = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}
+    return StepOutput(**joined, finished=endings, prompt_scores=scores)

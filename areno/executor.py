@@ -1,26 +1,29 @@
 """One rank: executes the command log in order against model, store and tables. It decides nothing.
 
-A launch that samples takes the next slot of the result ring with the seats and generations that the scheduler planned
-for its lanes, and with the version of the weights it ran with.
+A launch that samples or scores takes the next slot of the result ring with the seats and generations that the scheduler
+planned for its lanes, and with the version of the weights it ran with.
 """
 
 from __future__ import annotations
 
 import time
 
-from areno.commands import ApplyDelta, Command, DecodeLaunch, PrefillLaunch
+import torch
+
+from areno.commands import ApplyDelta, Command, CopyPages, DecodeLaunch, PrefillLaunch
 from areno.decode.path import DecodePath
 from areno.decode.results import ResultRing
 from areno.forward import Forward
+from areno.kv.store import KVStore
 
 
 class Executor:
     """Runs commands. `launch_s` adds up the time inside launches, so that the host's share of a step can be told."""
 
-    __slots__ = ("_forward", "_path", "_ring", "launch_s", "version")
+    __slots__ = ("_forward", "_path", "_ring", "_store", "launch_s", "version")
 
-    def __init__(self, forward: Forward, path: DecodePath, ring: ResultRing, *, version: int) -> None:
-        self._forward, self._path, self._ring = forward, path, ring
+    def __init__(self, forward: Forward, store: KVStore, path: DecodePath, ring: ResultRing, *, version: int) -> None:
+        self._forward, self._store, self._path, self._ring = forward, store, path, ring
         self.version = version
         self.launch_s = 0.0
 
@@ -30,17 +33,23 @@ class Executor:
             self._path.apply(command.slot)
             return
         started = time.perf_counter()
-        if isinstance(command, PrefillLaunch):
+        if isinstance(command, CopyPages):
+            self._store.copy(torch.from_numpy(command.sources), torch.from_numpy(command.targets))
+        elif isinstance(command, PrefillLaunch):
             self._prefill(command)
         else:
             self._decode(command)
         self.launch_s += time.perf_counter() - started
 
     def _prefill(self, launch: PrefillLaunch) -> None:
-        logits = self._forward.prefill(launch.chunks)
-        if logits is not None:
-            _, records = self._ring.take(seats=launch.seats, generations=launch.generations, version=self.version)
-            self._path.sample_prefill(launch, logits, records)
+        computed = self._forward.prefill(launch.chunks)
+        if launch.fork_sources.size:
+            self._store.copy(torch.from_numpy(launch.fork_sources), torch.from_numpy(launch.fork_targets))
+        if launch.reports:
+            record, records = self._ring.take(seats=launch.seats, generations=launch.generations, version=self.version)
+            record.scores.extend(computed.scores)
+            if computed.logits is not None:
+                self._path.sample_prefill(launch, computed.logits, records)
 
     def _decode(self, launch: DecodeLaunch) -> None:
         _, records = self._ring.take(seats=launch.seats, generations=launch.generations, version=self.version)

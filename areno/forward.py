@@ -7,12 +7,15 @@ state. The executor makes one; the weights behind it change only between launche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from areno.commands import PrefillChunk
 from areno.config import LANE_MULTIPLE
+from areno.decode.launch import ChunkScores
 from areno.decode.tables import Lanes
 from areno.kv.store import KVStore
 from areno.layers.attention import DecodeAttention, DenseAttention, PrefillAttention, group_chunks
@@ -25,6 +28,14 @@ SCORE_ROWS = 512
 
 def _padded(count: int) -> int:
     return -(-count // LANE_MULTIPLE) * LANE_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    """What a prefill gives. Shapes: `logits` float32 [B, V], one per sampled row in the chunks' order; None without one."""
+
+    logits: torch.Tensor | None
+    scores: list[ChunkScores]
 
 
 class Forward:
@@ -40,8 +51,8 @@ class Forward:
         attend = DecodeAttention(self._store, lanes.tables, lanes.slots, lanes.lengths, longest, self._dtype)
         return self._model.logits(self._model.forward(lanes.ids, lanes.positions, attend))
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:
-        """Run packed chunks; return the logits after each complete prompt, padded to whole lanes. Shapes: float32 [B, V]."""
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
+        """Run packed chunks; return the logits of the rows they complete and the scores they were asked for. Mutates: the store."""
         page_size = self._store.page_size
         counts = [chunk.ids.size for chunk in chunks]
         offsets = [0, *np.cumsum(counts).tolist()]
@@ -57,11 +68,30 @@ class Forward:
         groups = group_chunks([chunk.start for chunk in chunks], counts, offsets, [chunk.pages for chunk in chunks], page_size, self._dtype)
         attend = PrefillAttention(self._store, groups, torch.from_numpy(slots))
         hidden = self._model.forward(torch.from_numpy(ids), torch.from_numpy(positions), attend)
-        last = [offset + count - 1 for chunk, offset, count in zip(chunks, offsets, counts) if chunk.row >= 0]
-        if not last:
-            return None
-        last.extend([last[-1]] * (_padded(len(last)) - len(last)))
-        return self._model.logits(hidden[last])
+        complete = [(offset + count - 1, len(chunk.rows)) for chunk, offset, count in zip(chunks, offsets, counts) if chunk.rows]
+        logits = None
+        if complete:
+            last = [place for place, _ in complete]
+            computed = self._model.logits(hidden[last + [last[-1]] * (_padded(len(last)) - len(last))])
+            logits = computed[[lane for lane, (_, rows) in enumerate(complete) for _ in range(rows)]]
+        return PrefillResult(logits=logits, scores=self._score_chunks(chunks, offsets, hidden))
+
+    def _score_chunks(self, chunks: Sequence[PrefillChunk], offsets: Sequence[int], hidden_TH: torch.Tensor) -> list[ChunkScores]:
+        scores = []
+        for chunk, offset in zip(chunks, offsets):
+            if chunk.score_targets.size:
+                first = offset + chunk.score_from - chunk.start
+                tempered, raw = self._chosen(hidden_TH[first : first + chunk.score_targets.size], chunk.score_targets, chunk.temperature)
+                scores.append(
+                    ChunkScores(
+                        seat=chunk.seat,
+                        generation=chunk.generation,
+                        position=chunk.score_from + 1,
+                        logprobs=tempered.numpy(),
+                        raw_logprobs=raw.numpy(),
+                    )
+                )
+        return scores
 
     def draw(self, logits_BV: torch.Tensor, params: LaneParams, variant: Variant) -> Drawn:
         """Draw one token per lane."""
@@ -75,13 +105,18 @@ class Forward:
         positions = np.zeros_like(padded)
         positions[:count] = np.arange(count)
         hidden = self._model.forward(torch.from_numpy(padded), torch.from_numpy(positions), DenseAttention([count]))
-        targets = torch.from_numpy(padded[1:count])
+        return self._chosen(hidden[: count - 1], ids[1:], temperature)
+
+    def _chosen(self, hidden_SH: torch.Tensor, targets: np.ndarray, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of one target after each hidden state, the head running over slices of rows."""
+        chosen = torch.from_numpy(targets)[:, None]
         tempered, raw = [], []
-        for start in range(0, count - 1, SCORE_ROWS):
-            end = min(start + SCORE_ROWS, count - 1)
-            logits = self._model.logits(hidden[start : start + _padded(end - start)])[: end - start]
-            chosen = targets[start:end, None]
-            raw.append(torch.log_softmax(logits, dim=1).gather(1, chosen)[:, 0])
-            divided = logits if temperature in (0.0, 1.0) else logits / temperature
-            tempered.append(raw[-1] if divided is logits else torch.log_softmax(divided, dim=1).gather(1, chosen)[:, 0])
+        for start in range(0, targets.size, SCORE_ROWS):
+            rows = hidden_SH[start : start + SCORE_ROWS]
+            count = rows.shape[0]
+            logits = self._model.logits(F.pad(rows, (0, 0, 0, _padded(count) - count)))[:count]
+            picked = chosen[start : start + count]
+            raw.append(torch.log_softmax(logits, dim=1).gather(1, picked)[:, 0])
+            plain = temperature in (0.0, 1.0)
+            tempered.append(raw[-1] if plain else torch.log_softmax(logits / temperature, dim=1).gather(1, picked)[:, 0])
         return torch.cat(tempered), torch.cat(raw)

@@ -10,16 +10,23 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areno.errors import InvalidRequest, RequestTooLong
+from areno.sampling.kept import MAX_KEPT
 
 MAX_STOP_IDS = 16
+MAX_BIASES = 256
 MIN_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 1e4
+MAX_BIAS = 1e4
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_PENALTY = 100.0
+_TEMPERATURES = f"0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+_GREEDY = "use temperature=0 for greedy decoding"
 
 
 class FinishKind(enum.StrEnum):
@@ -117,25 +124,87 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
     return ids
 
 
+def _number(name: str, value: object, low: float, high: float, allowed: str, remedy: str) -> float:
+    """Return `value` as a finite float within [low, high]."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidRequest(
+            f"{name}={value!r} is not a number", field=name, value=value, limit=f"allowed: {allowed}", remedy="pass a float"
+        )
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high:
+        raise InvalidRequest(f"{name}={value!r} is out of range", field=name, value=number, limit=f"allowed: {allowed}", remedy=remedy)
+    return number
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"logit_bias is a {type(value).__name__}",
+            field="logit_bias",
+            value=type(value).__name__,
+            limit="a mapping of token ids to numbers is needed",
+            remedy="pass {id: bias}",
+        )
+    if len(value) > MAX_BIASES:
+        raise InvalidRequest(
+            f"logit_bias has {len(value)} entries",
+            field="logit_bias",
+            value=len(value),
+            limit=f"at most {MAX_BIASES}",
+            remedy="bias fewer ids",
+        )
+    ids = _ids("logit_bias", list(value), allow_empty=True)
+    remedy = f"stay within {MAX_BIAS:g}; use a large negative bias to forbid an id"
+    numbers = [
+        _number(f"logit_bias[{int(one)}]", bias, -MAX_BIAS, MAX_BIAS, f"-{MAX_BIAS:g} to {MAX_BIAS:g}", remedy)
+        for one, bias in zip(ids, value.values())
+    ]
+    return dict(zip(ids.tolist(), numbers))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are drawn.
 
-    Units: `temperature` divides the logits (0 = greedy, lowest id on ties); counts are in tokens.
+    Units: `temperature` divides the logits (0 = greedy, lowest id on ties); counts are in tokens; biases and penalties are
+    in logits. Order: biases and masks, penalties, temperature, min-p, top-k, top-p. Off: `top_k` 0 or -1 (larger than the
+    vocabulary keeps all), `top_p` 1, `min_p` 0, `repetition_penalty` 1, the others 0.
     `stop_ids` are added to the model's own end-of-sequence ids; `ignore_eos` drops the model's, never `stop_ids`.
     Before `min_new_tokens` every stop id is removed from the draw. `forced_ids` are emitted first, with the
     log-probabilities the forward gives them. A missing `seed` is drawn by the engine and reported.
+    `return_kept_ids` returns the ids that the filters kept for each token; it needs `top_k` of 1 to 64.
+    `prompt_logprobs_from` asks for the log-probabilities of the prompt's ids from that position on (1 = all that have one).
     Raises: InvalidRequest naming field, value, limit and remedy.
     """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop_ids: Sequence[int] | np.ndarray = ()
     ignore_eos: bool = False
     forced_ids: Sequence[int] | np.ndarray | None = None
     logprobs: bool = True
+    prompt_logprobs_from: int | None = None
+    return_kept_ids: bool = False
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether the row needs a sampling slot."""
+        penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalised or bool(self.logit_bias) or self.forced_ids is not None
+
+    @property
+    def filters(self) -> bool:
+        """Whether top-k, top-p or min-p narrow the draw."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -149,35 +218,34 @@ class SamplingParams:
                 limit=f"at most max_new_tokens ({self.max_new_tokens})",
                 remedy="lower min_new_tokens or raise max_new_tokens",
             )
-        if isinstance(self.temperature, (bool, np.bool_)) or not isinstance(self.temperature, (int, float, np.integer, np.floating)):
+        put("temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, _TEMPERATURES, _GREEDY))
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(
-                f"temperature={self.temperature!r} is not a number",
+                f"temperature={self.temperature!r} is too small",
                 field="temperature",
                 value=self.temperature,
-                limit="a finite number",
-                remedy="pass a float",
+                limit=f"allowed: {_TEMPERATURES}",
+                remedy=_GREEDY,
             )
-        temperature = float(self.temperature)
-        if not math.isfinite(temperature) or not (temperature == 0.0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-            raise InvalidRequest(
-                f"temperature={self.temperature!r} is out of range",
-                field="temperature",
-                value=temperature,
-                limit=f"allowed: 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-                remedy="use temperature=0 for greedy decoding",
-            )
-        put("temperature", temperature)
+        self._check_shaping(put)
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, 0, 2**64 - 1))
-        for name in ("ignore_eos", "logprobs"):
-            if not isinstance(getattr(self, name), (bool, np.bool_)):
+        for name in ("ignore_eos", "logprobs", "return_kept_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
                 raise InvalidRequest(
-                    f"{name}={getattr(self, name)!r} is not a bool",
-                    field=name,
-                    value=getattr(self, name),
-                    limit="True or False",
-                    remedy="pass a bool",
+                    f"{name}={value!r} is not a bool", field=name, value=value, limit="True or False", remedy="pass a bool"
                 )
+        if self.return_kept_ids and not 1 <= self.top_k <= MAX_KEPT:
+            raise InvalidRequest(
+                f"return_kept_ids with top_k={self.top_k}",
+                field="return_kept_ids",
+                value=self.top_k,
+                limit=f"kept sets hold at most {MAX_KEPT} ids",
+                remedy=f"set top_k to 1..{MAX_KEPT}; top_p and min_p may be added",
+            )
+        if self.prompt_logprobs_from is not None:
+            put("prompt_logprobs_from", _integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1))
         stop_ids = np.unique(_ids("stop_ids", self.stop_ids, allow_empty=True))
         if stop_ids.size > MAX_STOP_IDS:
             raise InvalidRequest(
@@ -200,6 +268,21 @@ class SamplingParams:
                 )
             put("forced_ids", forced if forced.size else None)
 
+    def _check_shaping(self, put: Callable[[str, object], None]) -> None:
+        """Check filters, penalties and biases."""
+        put("top_k", max(_integer("top_k", self.top_k, -1, 2**31 - 1, "use 0 to keep all ids"), 0))
+        put("min_p", _number("min_p", self.min_p, 0.0, 1.0, "0 to 1", "use min_p=0 to turn it off"))
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "above 0, up to 1", "use top_p=1 to turn it off"))
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p=0 keeps nothing", field="top_p", value=0.0, limit="allowed: above 0, up to 1", remedy=_GREEDY)
+        low, high = MIN_REPETITION, MAX_REPETITION
+        remedy = "use repetition_penalty=1 to turn it off"
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, low, high, f"{low:g} to {high:g}", remedy))
+        for name in ("presence_penalty", "frequency_penalty"):
+            limit = MAX_PENALTY
+            put(name, _number(name, getattr(self, name), -limit, limit, f"-{limit:g} to {limit:g}", f"use {name}=0 to turn it off"))
+        put("logit_bias", _biases(self.logit_bias))
+
 
 KV_POLICIES = ("keep",)
 
@@ -209,7 +292,9 @@ class Request:
     """One generation. `request_id` is the caller's own number, unique among live requests.
 
     `lineage` is an opaque name under which later requests may reuse this one's pages across weight versions
-    (absent: no reuse across versions); `cache_salt` separates prefix pages of different tenants.
+    (absent: no reuse across versions); `cache_salt` separates prefix pages of different tenants. Requests with one `group`
+    and one prompt share its prefill. The last `prior_output_tokens` prompt ids are the request's own earlier output: budget,
+    minimum length, penalties and forced ids count from before them.
     Raises: InvalidRequest.
     """
 
@@ -220,6 +305,8 @@ class Request:
     cache_salt: str | None = None
     kv_policy: str = "keep"
     max_kv_lag: int = 4
+    group: int | None = None
+    prior_output_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "request_id", _integer("request_id", self.request_id, 0, 2**63 - 1))
@@ -240,6 +327,9 @@ class Request:
                 limit=f"known: {', '.join(KV_POLICIES)}",
                 remedy="use kv_policy='keep'",
             )
+        if self.group is not None:
+            object.__setattr__(self, "group", _integer("group", self.group, 0, 2**63 - 1))
+        self._check_prior()
         for name in ("lineage", "cache_salt"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not 0 < len(text) <= 256):
@@ -250,6 +340,22 @@ class Request:
                     limit="a string of 1 to 256 characters",
                     remedy=f"shorten {name} or leave it out",
                 )
+
+    def _check_prior(self) -> None:
+        """Check how much of the prompt is the request's own earlier output."""
+        size, budget = len(self.prompt_ids), self.sampling.max_new_tokens
+        prior = _integer(
+            "prior_output_tokens", self.prior_output_tokens, 0, size - 1, "leave at least one prompt id before the earlier output"
+        )
+        if prior >= budget:
+            raise InvalidRequest(
+                f"prior_output_tokens={prior} leaves nothing of max_new_tokens={budget}",
+                field="prior_output_tokens",
+                value=prior,
+                limit=f"below max_new_tokens ({budget}), which counts the earlier output too",
+                remedy="the rollout is complete; do not resume it",
+            )
+        object.__setattr__(self, "prior_output_tokens", prior)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +368,7 @@ class RequestLimits:
     pool_tokens: int
     eos_ids: tuple[int, ...]
     sampling_slots: int
+    kept_ids: bool = False
 
 
 def _check_range(name: str, ids: np.ndarray, high: int) -> None:
@@ -290,6 +397,26 @@ def resolve_stop_ids(sampling: SamplingParams, limits: RequestLimits) -> np.ndar
     return own if sampling.ignore_eos else np.union1d(own, np.asarray(limits.eos_ids, dtype=np.int64))
 
 
+def _check_engine_options(sampling: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse what this engine was started without."""
+    if sampling.needs_slot and not limits.sampling_slots:
+        raise InvalidRequest(
+            "forced_ids, biases and penalties need a sampling slot",
+            field="forced_ids" if sampling.forced_ids is not None else "logit_bias" if sampling.logit_bias else "repetition_penalty",
+            value=None,
+            limit="the engine has none",
+            remedy="start it with sampling_slots >= 1",
+        )
+    if sampling.return_kept_ids and not limits.kept_ids:
+        raise InvalidRequest(
+            "return_kept_ids is not enabled",
+            field="return_kept_ids",
+            value=True,
+            limit="this engine keeps no side ring for kept sets",
+            remedy="start it with kept_ids=True",
+        )
+
+
 def check_request(request: Request, limits: RequestLimits) -> None:
     """Refuse what this model can never run. Raises: InvalidRequest, RequestTooLong."""
     sampling = request.sampling
@@ -298,14 +425,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_range("stop_ids", np.asarray(sampling.stop_ids), limits.vocab_size)
     if sampling.forced_ids is not None:
         _check_range("forced_ids", np.asarray(sampling.forced_ids), limits.vocab_size)
-        if not limits.sampling_slots:
-            raise InvalidRequest(
-                "forced_ids needs a sampling slot",
-                field="forced_ids",
-                value=len(sampling.forced_ids),
-                limit="the engine has none",
-                remedy="start it with sampling_slots >= 1",
-            )
+    if sampling.logit_bias:
+        _check_range("logit_bias", np.array(list(sampling.logit_bias), dtype=np.int64), limits.vocab_size)
+    _check_engine_options(sampling, limits)
     stops = resolve_stop_ids(sampling, limits)
     if stops.size > MAX_STOP_IDS:
         raise InvalidRequest(
@@ -315,7 +437,16 @@ def check_request(request: Request, limits: RequestLimits) -> None:
             limit=f"at most {MAX_STOP_IDS} together",
             remedy="pass fewer stop ids or ignore_eos=True",
         )
-    total = prompt.size + sampling.max_new_tokens
+    start = sampling.prompt_logprobs_from
+    if start is not None and start >= prompt.size:
+        raise InvalidRequest(
+            f"prompt_logprobs_from={start} is beyond the prompt",
+            field="prompt_logprobs_from",
+            value=start,
+            limit=f"the prompt's last position is {prompt.size - 1}",
+            remedy="ask for a position inside the prompt",
+        )
+    total = prompt.size - request.prior_output_tokens + sampling.max_new_tokens
     if total > limits.max_model_len:
         raise RequestTooLong(
             f"prompt of {prompt.size} and max_new_tokens={sampling.max_new_tokens} make {total} tokens",
@@ -338,7 +469,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
 class Finished:
     """The terminal record of one request; counts in tokens.
 
-    `kv_spans` says which weights built the KV: (first position, version) runs over prompt and output.
+    `kv_spans` says which weights built the KV: (first position, version) runs over prompt and output. `kv_rebuilt_at` lists
+    the numbers of ids at which a preempted request had its KV rebuilt.
     """
 
     request_id: int
@@ -348,6 +480,18 @@ class Finished:
     cached_tokens: int
     seed: int
     kv_spans: tuple[tuple[int, int], ...] = ()
+    kv_rebuilt_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScore:
+    """Log-probabilities of a prompt's ids from position `start` on. Shapes: float32 [prompt - start], tempered and raw."""
+
+    request_id: int
+    start: int
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +500,7 @@ class StepOutput:
 
     Shapes: all arrays [n]. `logprobs` (of logits / temperature) and `raw_logprobs` (of the logits) are NaN where the
     request asked for none; `behaviour_logprobs` is NaN where it equals `logprobs`. `versions` is the version of
-    the forward that produced the token.
+    the forward that produced the token. `kept_counts` [n] cut `kept_ids`, the ids that the filters kept, into tokens.
     """
 
     request_ids: np.ndarray
@@ -365,7 +509,10 @@ class StepOutput:
     raw_logprobs: np.ndarray
     behaviour_logprobs: np.ndarray
     versions: np.ndarray
+    kept_counts: np.ndarray
+    kept_ids: np.ndarray
     finished: tuple[Finished, ...] = ()
+    prompt_scores: tuple[PromptScore, ...] = ()
 
     @staticmethod
     def empty(finished: tuple[Finished, ...] = ()) -> StepOutput:
@@ -378,5 +525,7 @@ class StepOutput:
             raw_logprobs=f32,
             behaviour_logprobs=f32,
             versions=np.empty(0, np.int64),
+            kept_counts=np.empty(0, np.int32),
+            kept_ids=np.empty(0, np.int32),
             finished=finished,
         )

@@ -1,96 +1,48 @@
 """Plans on the host: who is admitted, what is prefilled, which rows decode; appends commands, never touches tensors.
 
-One `plan` per engine step. It lowers the bucket by moves when that has paid for some steps, admits from the front of
-the queue (row, pages and slot are reserved whole, so an admitted request always finishes) and cuts prompts into chunks
-while the prefill budget lasts, and launches a decode of rows 0..bucket. `consume` reads a launch's results through the
-lanes' seats as they were planned.
+One `plan` per engine step. It lowers the bucket by moves when that has paid for some steps, tops up pages, admits from the
+front of the queue and cuts prompts into chunks while the prefill budget lasts, and launches a decode of rows 0..bucket.
+`consume` reads a launch's results through the lanes' seats as they were planned. When the pool runs dry the request with
+the fewest computed tokens is preempted: it waits again at the front with its ids, counters and seed; what it rebuilds is
+never emitted twice.
 
-A row is closed once the last launch made before its KILL, or the one that ended it, has been read; only then is its
-end reported and its pages keyed or freed. Every accepted request ends in exactly one `Finished`. No torch.
+A row is closed once the last launch made before its KILL, or the one that ended it, has been read; only then is its end
+reported (or the request queued again) and its pages keyed or freed. Every accepted request ends in exactly one
+`Finished`. No torch.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 
-from areno.commands import ApplyDelta, Command, DecodeLaunch, PrefillChunk, PrefillLaunch
-from areno.config import RESERVED_PAGES, EngineConfig, ResolvedConfig
+from areno.commands import ApplyDelta, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
+from areno.config import GROW_TOKENS, EngineConfig, ResolvedConfig
 from areno.decode.deltas import DeltaPacker
 from areno.decode.launch import LaneStatus, LaunchResult
 from areno.errors import DuplicateRequest
-from areno.kv.pool import PagePool, RowPool
-from areno.kv.prefix import PrefixIndex, Spans, expand_spans, run_lengths
-from areno.kv.slots import SlotPool
+from areno.kv.prefix import run_lengths
+from areno.kv.residency import PageCopy, Residency
+from areno.live import NO_ROW, LiveRequest, Phase
 from areno.request import (
     MAX_STOP_IDS,
     Finished,
     FinishKind,
     FinishReason,
+    PromptScore,
     Request,
     RequestLimits,
     StepOutput,
     check_request,
     resolve_stop_ids,
 )
+from areno.sampling.kept import MAX_KEPT
 from areno.sampling.variant import Variant
-from areno.seats import NO_SEAT, Seats
+from areno.seats import NO_SEAT
 
-_NO_SLOT = -1
-
-
-class Phase(enum.Enum):
-    """Where a live request stands; it leaves the table with its `Finished`."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-    CLOSING = "closing"
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """Everything the scheduler knows of one request that is not in the seat arrays."""
-
-    request: Request
-    seed: int
-    stop_ids: np.ndarray
-    phase: Phase = Phase.WAITING
-    seat: int = NO_SEAT
-    row: int = -1
-    generation: int = 0
-    sampling_slot: int = _NO_SLOT
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    cached_tokens: int = 0
-    prompt_spans: Spans = ()
-    close_after: int = 0
-    reason: FinishReason | None = None
-
-    @property
-    def prompt(self) -> np.ndarray:
-        """The prompt's ids."""
-        return np.asarray(self.request.prompt_ids)
-
-    @property
-    def limit(self) -> int:
-        """Prompt plus budget."""
-        return self.prompt.size + self.request.sampling.max_new_tokens
-
-    @property
-    def variant(self) -> tuple[bool, bool, bool, bool]:
-        """Which sampler parts this request needs: noise, temperature, stop mask, slot."""
-        sampling = self.request.sampling
-        greedy = sampling.temperature == 0.0
-        return (
-            not greedy,
-            not greedy and sampling.temperature != 1.0,
-            sampling.min_new_tokens > 0 and self.stop_ids.size > 0,
-            sampling.forced_ids is not None,
-        )
+_KEPT_OVERFLOW = f"more than {MAX_KEPT} ids tie at the filter's threshold, so the kept set cannot be returned whole"
 
 
 def _signed64(value: int) -> int:
@@ -98,32 +50,29 @@ def _signed64(value: int) -> int:
 
 
 class Scheduler:
-    """The host's plan for one engine. Owns requests, rows, pages, slots, seats and the prefix index."""
+    """The host's plan for one engine. Owns the queue, the phases of requests and the map from rows to seats."""
 
     def __init__(self, config: EngineConfig, resolved: ResolvedConfig, limits: RequestLimits) -> None:
         self._config, self._resolved, self._limits = config, resolved, limits
         self._version = config.initial_version
-        self._pool = PagePool(resolved.num_pages, RESERVED_PAGES + resolved.canary_pages)
-        self._prefix = PrefixIndex(self._pool, resolved.page_size, epoch=self._version, enabled=config.prefix_cache)
-        self._rows = RowPool(resolved.max_rows)
-        self._slots = SlotPool(config.sampling_slots)
-        # A cancelled row is reused at once while its results are still in flight, hence more seats than rows.
-        self._seats = Seats(num_seats=2 * resolved.max_rows, max_tokens=resolved.max_model_len)
+        self._residency = Residency(config, resolved)
+        self._seats = self._residency.seats
         self._packer = DeltaPacker()
         self._live: dict[int, LiveRequest] = {}
         self._by_seat: dict[int, LiveRequest] = {}
         self._waiting: deque[LiveRequest] = deque()
         self._prefilling: deque[LiveRequest] = deque()
         self._closing: list[LiveRequest] = []
+        self._groups: dict[int, list[LiveRequest]] = {}
         self._endings: list[Finished] = []
+        self._scored: list[PromptScore] = []
         self._row_seat = np.full(resolved.table_rows, NO_SEAT, dtype=np.int64)
-        self._needs = np.zeros(4, dtype=np.int64)
-        self._seeds = np.random.SeedSequence(resolved.seed)
-        self._random = np.random.Generator(np.random.PCG64(self._seeds))
+        self._needs = Variant().counts()
+        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(resolved.seed)))
         self._launches = 0
         self._launches_read = 0
         self._sparse_steps = 0
-        self._stuck: tuple[int, ...] | None = None
+        self._stuck: tuple[LiveRequest, tuple[int, ...]] | None = None
         self.counters: Counter[str] = Counter()
 
     @property
@@ -133,7 +82,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests not admitted."""
+        """Number of requests that hold nothing."""
         return len(self._waiting)
 
     @property
@@ -153,10 +102,19 @@ class Scheduler:
             )
         check_request(request, self._limits)
         seed = request.sampling.seed
-        drawn = int(self._random.integers(0, 2**64, dtype=np.uint64)) if seed is None else seed
-        live = LiveRequest(request=request, seed=drawn, stop_ids=resolve_stop_ids(request.sampling, self._limits))
+        live = LiveRequest(
+            request=request,
+            seed=int(self._random.integers(0, 2**64, dtype=np.uint64)) if seed is None else seed,
+            stop_ids=resolve_stop_ids(request.sampling, self._limits),
+            ids=np.asarray(request.prompt_ids).astype(np.int32),
+            versions=np.zeros(0, dtype=np.int64),
+        )
+        if request.sampling.prompt_logprobs_from is not None:
+            live.prompt_logprobs = np.full((2, live.ids.size), np.nan, dtype=np.float32)
         self._live[request.request_id] = live
         self._waiting.append(live)
+        if request.group is not None:
+            self._groups.setdefault(request.group, []).append(live)
         self.counters["accepted"] += 1
 
     def cancel(self, request_id: int, *, kind: FinishKind, detail: str | None) -> bool:
@@ -165,7 +123,7 @@ class Scheduler:
         A request whose row met its own end before the KILL keeps that end.
         """
         live = self._live.get(request_id)
-        if live is None or live.phase is Phase.CLOSING:
+        if live is None or live.reason is not None:
             return False
         live.reason = FinishReason(kind=kind, detail=detail)
         if live.phase is Phase.WAITING:
@@ -173,37 +131,30 @@ class Scheduler:
             self._finish(live, live.reason)
         elif live.phase is Phase.PREFILLING:
             self._prefilling.remove(live)
-            self._rows.release(live.row)
             self._finish(live, live.reason)
-        else:
-            self._packer.kill(live.row, live.generation)
-            self._leave_row(live)
-            live.phase = Phase.CLOSING
-            live.close_after = self._launches
-            if self._launches_read >= live.close_after:
-                self._finish(live, live.reason)
-            else:
-                self._closing.append(live)
+        elif live.phase is Phase.RUNNING:
+            self._kill(live)
+        # A preempted row that is still closing ends instead of waiting again.
         return True
 
     def plan(self) -> list[Command]:
         """Decide the next step; return its commands in order."""
         self._compact()
-        prefill = self._plan_prefill()
+        self._grow_rows()
+        copies, prefill = self._plan_prefill()
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
+        if copies:
+            commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
         commands.extend(launch for launch in (prefill, decode) if launch is not None)
         return commands
 
     def consume(self, result: LaunchResult) -> StepOutput:
-        """Read one launch: note its tokens, close what ended. The returned output has no endings; `take_endings` has."""
+        """Read one launch: note its tokens, close what ended. Endings and prompt scores are taken separately."""
         self._launches_read = result.launch.number
         seats_of_lanes = result.launch.seats
         mine = (seats_of_lanes >= 0) & (result.generation == result.launch.generations)
-        starved = mine & (result.status == LaneStatus.STARVED)
-        if starved.any():
-            self._seats.scheduled[seats_of_lanes[starved]] -= 1
-            self.counters["starved"] += int(starved.sum())
+        self.counters["starved"] += int((mine & (result.status == LaneStatus.STARVED)).sum())
         lanes = np.flatnonzero(mine & (result.status >= LaneStatus.TOKEN) & (result.status <= LaneStatus.EXHAUSTED))
         seats = seats_of_lanes[lanes]
         tokens = result.token[lanes]
@@ -215,6 +166,7 @@ class Scheduler:
         if silent.any():
             for column in columns:
                 column[silent] = np.nan
+        kept_counts, kept_ids, overflowed = self._kept(result, lanes, seats)
         output = StepOutput(
             request_ids=self._seats.request_id[seats],
             token_ids=tokens,
@@ -222,15 +174,15 @@ class Scheduler:
             raw_logprobs=columns[1],
             behaviour_logprobs=columns[2],
             versions=np.full(seats.size, result.launch.version, dtype=np.int64),
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
         )
         self.counters["sampled_tokens"] += seats.size
+        self._take_scores(result)
         self._close_ended(seats, tokens, result.status[lanes])
-        if self._closing:
-            due = [live for live in self._closing if live.phase is Phase.CLOSING and live.close_after <= result.launch.number]
-            for live in due:
-                self._closing.remove(live)
-                assert live.reason is not None
-                self._finish(live, live.reason)
+        self._close_killed(result.launch.number)
+        for live in [live for live in self._live.values() if live.phase is Phase.RUNNING and live.reason is not None] if overflowed else ():
+            self._kill(live)
         return output
 
     def take_endings(self) -> tuple[Finished, ...]:
@@ -238,35 +190,34 @@ class Scheduler:
         endings, self._endings = tuple(self._endings), []
         return endings
 
+    def take_prompt_scores(self) -> tuple[PromptScore, ...]:
+        """Return the prompts scored and not delivered yet."""
+        scored, self._scored = tuple(self._scored), []
+        return scored
+
     def commit_version(self, version: int) -> None:
         """Start a new weight epoch: prompts in prefill start again, shared prefixes are gone, running rows go on."""
         self._version = version
-        self._prefix.start_epoch(version)
+        self._residency.start_epoch(version)
         self._stuck = None
         while self._prefilling:
-            live = self._prefilling.pop()
-            self._rows.release(live.row)
-            self._release(live)
-            live.phase, live.computed, live.cached_tokens, live.prompt_spans = Phase.WAITING, 0, 0, ()
-            self._waiting.appendleft(live)
-            self.counters["prefills_restarted"] += 1
+            self._restart(self._prefilling[-1])
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._prefix.clear()
+        self._residency.prefix.clear()
 
     def gauges(self) -> dict[str, int]:
         """Return the current sizes: requests, pages, rows, slots."""
-        held = self._prefix.held_pages
-        cached = sum(1 for page, count in held.items() if self._pool.references(page) == count)
+        pool, cached = self._residency.pool, self._residency.prefix.num_evictable
         return {
             "waiting": len(self._waiting),
             "running": self.num_running,
-            "rows_used": self._rows.num_used,
-            "free_pages": self._pool.num_free,
+            "rows_used": self._residency.rows.num_used,
+            "free_pages": pool.num_free,
             "cached_pages": cached,
-            "used_pages": self._pool.num_pages - self._pool.num_free - cached,
-            "free_sampling_slots": self._slots.num_free,
+            "used_pages": pool.num_pages - pool.num_free - cached,
+            "free_sampling_slots": self._residency.slots.num_free,
             "launches": self._launches,
             "launches_unread": self._launches - self._launches_read,
         }
@@ -281,180 +232,288 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check that nothing is lost or held twice: pages, rows, seats, slots, requests. Raises: AssertionError."""
-        expected: Counter[int] = Counter(self._prefix.held_pages)
-        for live in self._live.values():
-            expected.update(live.pages)
-        self._pool.check_integrity(dict(expected))
-        self._prefix.check_integrity()
-        self._rows.check_integrity()
-        self._slots.check_integrity({live.sampling_slot for live in self._live.values() if live.sampling_slot != _NO_SLOT})
+        self._residency.check_integrity(self._live.values())
         seated = {live.seat: live for live in self._live.values() if live.seat != NO_SEAT}
         assert seated == self._by_seat, "seats and live requests differ"
-        assert len(seated) + self._seats.num_free == self._seats.row.size, "seats are lost"
-        with_row = {live.row for live in self._live.values() if live.row >= 0}
-        assert len(with_row) == self._rows.num_used, f"rows of requests {sorted(with_row)}, rows in use {self._rows.num_used}"
         running = {int(row): int(seat) for row, seat in enumerate(self._row_seat) if seat != NO_SEAT}
         assert running == {live.row: live.seat for live in self.rows_expected().values()}, "the row map differs from the running requests"
+        queued = [*self._waiting, *self._prefilling, *self._closing, *self.rows_expected().values()]
+        assert sorted(map(id, queued)) == sorted(map(id, self._live.values())), "a request is in no queue or in two"
         ended = sum(self.counters[kind.value] for kind in FinishKind)
         assert self.counters["accepted"] == len(self._live) + ended, "accepted != live + ended"
-        needs = np.zeros(4, dtype=np.int64)
-        for live in self.rows_expected().values():
-            needs += np.array(live.variant, dtype=np.int64)
+        needs = sum((live.variant.counts() for live in self.rows_expected().values()), Variant().counts())
         assert (needs == self._needs).all(), "sampler needs are miscounted"
+        grouped = {id(live) for members in self._groups.values() for live in members}
+        assert grouped == {id(live) for live in self._live.values() if live.request.group is not None}, "a group lost a member"
 
-    def _admit_next(self) -> bool:
+    def _admit_next(self, copies: list[PageCopy]) -> bool:
         """Admit the front of the queue if everything it needs is there; nobody overtakes it."""
         if not self._waiting:
             return False
-        state = (self._pool.num_free, self._rows.num_free, self._seats.num_free, self._slots.num_free, id(self._waiting[0]))
-        if state == self._stuck:
+        live = self._waiting[0]
+        free = (*self._residency.availability, self.num_running)
+        if self._stuck is not None and self._stuck[0] is live and self._stuck[1] == free:
             return False
-        if not self._try_admit(self._waiting[0]):
-            self._stuck = state
+        copied = self._residency.admit(live, alone=self.num_running == 0)
+        if copied is None:
+            self._stuck = live, free
             return False
+        copies.extend(copied)
         self._prefilling.append(self._waiting.popleft())
-        return True
-
-    def _try_admit(self, live: LiveRequest) -> bool:
-        request = live.request
-        needs_slot = request.sampling.forced_ids is not None
-        if not self._rows.num_free or not self._seats.num_free or (needs_slot and not self._slots.num_free):
-            return False
-        prompt = live.prompt
-        oldest = self._version - request.max_kv_lag
-        match = self._prefix.match(prompt, salt=request.cache_salt, lineage=request.lineage, oldest_version=oldest)
-        missing = max(-(-(live.limit - 1) // self._resolved.page_size), 1) - len(match.pages)
-        if missing > self._pool.num_free:
-            self._prefix.evict(missing - self._pool.num_free)
-        if missing > self._pool.num_free:
-            for page in match.pages:
-                self._pool.release(page)
-            return False
-        live.pages = match.pages + self._pool.allocate(missing)
-        live.computed = live.cached_tokens = len(match.pages) * self._resolved.page_size
-        live.prompt_spans = match.spans
-        live.row, live.generation = self._rows.allocate()
-        if needs_slot:
-            live.sampling_slot = self._slots.allocate()
-        live.seat = self._seats.allocate(
-            request_id=request.request_id, prompt=prompt.astype(np.int32), limit=live.limit, wants_logprobs=bool(request.sampling.logprobs)
-        )
         self._by_seat[live.seat] = live
         live.phase = Phase.PREFILLING
-        self.counters["cached_tokens"] += live.cached_tokens
-        self.counters["prompt_tokens"] += prompt.size
+        if not live.rebuilt_at:
+            live.cached_tokens = live.computed
         return True
 
-    def _plan_prefill(self) -> PrefillLaunch | None:
+    def _count_prompt(self, live: LiveRequest) -> None:
+        self.counters["cached_tokens"] += live.cached_tokens
+        self.counters["prompt_tokens"] += live.prompt_tokens
+
+    def _plan_prefill(self) -> tuple[list[PageCopy], PrefillLaunch | None]:
         budget = self._config.max_prefill_tokens
+        copies: list[PageCopy] = []
+        forks: list[PageCopy] = []
         chunks: list[PrefillChunk] = []
-        complete: list[LiveRequest] = []
+        sampled: list[LiveRequest] = []
         # Admission goes prompt by prompt, so that each one finds the pages that those before it are filling.
-        while budget > 0 and (self._prefilling or self._admit_next()):
+        while budget > 0 and (self._prefilling or self._admit_next(copies)):
             live = self._prefilling[0]
-            take = min(budget, live.prompt.size - live.computed)
+            take = min(budget, live.ids.size - live.computed)
             budget -= take
-            if live.computed + take == live.prompt.size:
-                self._prefilling.popleft()
-                complete.append(live)
-            chunks.append(self._chunk(live, take))
             self.counters["prefill_tokens"] += take
+            chunk = self._chunk(live, take)
+            if live.computed == live.ids.size:
+                self._prefilling.popleft()
+                if not live.rebuilt_at:
+                    self._count_prompt(live)
+                members = [live, *self._fork_members(live, forks)]
+                chunk = replace(chunk, rows=tuple(member.row for member in members))
+                sampled += members
+            chunks.append(chunk)
         if not chunks:
-            return None
-        needs = np.zeros(4, dtype=bool)
-        for live in complete:
+            return copies, None
+        needs = Variant().counts()
+        for live in sampled:
             self._enter_row(live)
-            needs |= np.array(live.variant)
-        if complete:
-            self._launches += 1
-        seats = np.array([live.seat for live in complete], dtype=np.int64)
-        return PrefillLaunch(
+            needs += live.variant.counts()
+        seats = np.array([live.seat for live in sampled], dtype=np.int64)
+        launch = PrefillLaunch(
             chunks=tuple(chunks),
+            fork_sources=_pages(forks, "source"),
+            fork_targets=_pages(forks, "target"),
             seats=seats,
             generations=self._seats.generation[seats].copy(),
-            variant=Variant(noise=bool(needs[0]), temperature=bool(needs[1]), stop_mask=bool(needs[2]), slots=bool(needs[3])),
+            variant=Variant.of_counts(needs),
         )
+        self._launches += launch.reports
+        return copies, launch
+
+    def _fork_members(self, parent: LiveRequest, forks: list[PageCopy]) -> list[LiveRequest]:
+        """Start the waiting members of a group on the prompt that one of them has just computed."""
+        members = self._groups.get(parent.request.group, []) if parent.request.group is not None else []
+        started = []
+        for live in members:
+            same = live.phase is Phase.WAITING and live.prompt_logprobs is None and np.array_equal(live.ids, parent.ids)
+            if not same or live.request.cache_salt != parent.request.cache_salt:
+                continue
+            copied = self._residency.fork(live, parent)
+            if copied is None:
+                break
+            forks.extend(copied)
+            self._waiting.remove(live)
+            self._by_seat[live.seat] = live
+            if not live.rebuilt_at:
+                # The last prompt token was computed for the member too, once for all of them.
+                live.cached_tokens = live.ids.size - 1
+                self._count_prompt(live)
+            self.counters["forks"] += 1
+            started.append(live)
+        return started
 
     def _chunk(self, live: LiveRequest, take: int) -> PrefillChunk:
         start, end = live.computed, live.computed + take
-        page_size = self._resolved.page_size
-        if not live.prompt_spans or live.prompt_spans[-1][1] != self._version:
-            live.prompt_spans = (*live.prompt_spans, (start, self._version))
+        if not live.base_spans or live.base_spans[-1][1] != self._version:
+            live.base_spans = (*live.base_spans, (start, self._version))
         live.computed = end
-        if len(live.prompt_spans) == 1:
-            # The command that fills these pages is in the log, so later prompts may share them already.
-            self._prefix.publish(self._seats.ids[live.seat], live.pages[: end // page_size], salt=live.request.cache_salt)
+        self._residency.publish_prompt(live)
+        first = live.request.sampling.prompt_logprobs_from
+        targets = np.zeros(0, dtype=np.int64)
+        score_from = start
+        if first is not None and live.prompt_logprobs is not None:
+            # Position p's logits score the id at p + 1; ids sampled by this request are not part of its prompt.
+            score_from = max(start, first - 1)
+            targets = live.ids[score_from + 1 : min(end + 1, live.prompt_tokens)].astype(np.int64)
         return PrefillChunk(
-            ids=live.prompt[start:end],
+            ids=live.ids[start:end].astype(np.int64),
             start=start,
-            pages=np.array(live.pages[: -(-end // page_size)], dtype=np.int64),
-            row=live.row if end == live.prompt.size else -1,
+            pages=np.array(live.pages[: self._residency.pages_for(end)], dtype=np.int64),
+            rows=(),
+            score_from=score_from,
+            score_targets=targets,
+            temperature=live.request.sampling.temperature,
+            seat=live.seat,
+            generation=live.generation,
         )
 
     def _enter_row(self, live: LiveRequest) -> None:
         sampling = live.request.sampling
         stop_ids = np.full(MAX_STOP_IDS, -1, dtype=np.int32)
         stop_ids[: live.stop_ids.size] = live.stop_ids
+        emitted = live.ids.size - live.given_tokens
         self._packer.set_row(
             {
                 "row": live.row,
                 "generation": live.generation,
-                "length": live.prompt.size - 1,
-                "remaining": sampling.max_new_tokens,
-                "stop_wait": sampling.min_new_tokens,
+                "length": live.ids.size - 1,
+                "remaining": live.limit - live.ids.size,
+                "stop_wait": max(sampling.min_new_tokens - emitted, 0),
                 "sampling_slot": live.sampling_slot,
                 "recurrent_slot": -1,
                 "temperature": sampling.temperature,
-                "top_p": 1.0,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
                 "seed": _signed64(live.seed),
                 "stop_ids": stop_ids,
             },
             np.array(live.pages, dtype=np.int64),
-            None if sampling.forced_ids is None else np.asarray(sampling.forced_ids),
+            live.slot_content(),
         )
         live.phase = Phase.RUNNING
         self._row_seat[live.row] = live.seat
         self._seats.row[live.seat] = live.row
         self._seats.generation[live.seat] = live.generation
         self._seats.scheduled[live.seat] += 1
-        self._needs += np.array(live.variant, dtype=np.int64)
+        self._seats.covered[live.seat] = self._residency.covered_tokens(live)
+        self._needs += live.variant.counts()
+
+    def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows with budget left and how many ids each will have after the launches made. Shapes: [n], [n]."""
+        seats = self._row_seat
+        scheduled = self._seats.scheduled[seats]
+        rows = np.flatnonzero((seats >= 0) & (scheduled < self._seats.limit[seats]))
+        return rows, scheduled[rows]
 
     def _plan_decode(self) -> DecodeLaunch | None:
-        seats = self._row_seat
-        scheduled = np.where(seats >= 0, self._seats.scheduled[seats], 0)
-        active = (seats >= 0) & (scheduled < self._seats.limit[seats])
-        rows = np.flatnonzero(active)
+        rows, scheduled = self._active_rows()
+        # A row without its next page would stall: it is left out of the count, not out of the lanes.
+        fit = scheduled <= self._seats.covered[self._row_seat[rows]]
+        rows, scheduled = rows[fit], scheduled[fit]
         if not rows.size:
             return None
         bucket = self._resolved.bucket_of(int(rows[-1]) + 1)
-        lanes = seats[:bucket].copy()
-        self._seats.scheduled[seats[rows]] += 1
+        lanes = self._row_seat[:bucket].copy()
+        self._seats.scheduled[lanes[rows]] += 1
         self._launches += 1
         self.counters["decode_launches"] += 1
-        noise, temperature, stop_mask, slots = (bool(count) for count in self._needs)
         return DecodeLaunch(
             bucket=bucket,
-            longest=int(scheduled[rows].max()),
+            longest=int(scheduled.max()),
             seats=lanes,
             generations=self._seats.generation[lanes].copy(),
-            variant=Variant(noise=noise, temperature=temperature, stop_mask=stop_mask, slots=slots),
+            variant=Variant.of_counts(self._needs),
         )
+
+    def _grow_rows(self) -> None:
+        """When a row has no page for its next token, top up all rows; preempt if even the needy can't be served."""
+        rows, scheduled = self._active_rows()
+        needy = scheduled > self._seats.covered[self._row_seat[rows]]
+        if not needy.any():
+            return
+        lives = [self._by_seat[int(self._row_seat[row])] for row in rows]
+        short = False
+        for place in sorted(np.flatnonzero(needy), key=lambda place: -scheduled[place]):
+            live, known = lives[place], int(scheduled[place])
+            if live.phase is not Phase.RUNNING:
+                continue
+            self._grow_row(live, known)
+            # Where pages are on their way already, the row stalls until the launches in flight have been read.
+            while live.phase is Phase.RUNNING and known > self._seats.covered[live.seat]:
+                short = True
+                if self._closing or not self._preempt_one():
+                    break
+                self._grow_row(live, known)
+        if not short:
+            for live, known in zip(lives, scheduled.tolist()):
+                self._grow_row(live, known + GROW_TOKENS)
+
+    def _grow_row(self, live: LiveRequest, tokens: int) -> None:
+        index = len(live.pages)
+        pages = self._residency.grow(live, tokens)
+        if pages.size:
+            self._packer.grow(live.row, live.generation, index, pages)
+            self._seats.covered[live.seat] = self._residency.covered_tokens(live)
+            self.counters["grown_pages"] += pages.size
+
+    def _preempt_one(self) -> bool:
+        """Send the request with the fewest computed tokens back to the queue; return whether there was one to send."""
+        candidates = [*self._prefilling, *self.rows_expected().values()]
+        if len(candidates) < 2:
+            return False
+        victim = min(reversed(candidates), key=lambda live: live.computed if live.phase is Phase.PREFILLING else self.known_tokens(live))
+        if victim.phase is Phase.PREFILLING:
+            self._restart(victim)
+            return True
+        victim.preempted = True
+        self.counters["preemptions"] += 1
+        self._kill(victim)
+        return True
+
+    def _restart(self, live: LiveRequest) -> None:
+        """Take a prompt out of prefill; it waits at the front, keeping its ids."""
+        self._prefilling.remove(live)
+        self._requeue(live)
+        self.counters["prefills_restarted"] += 1
+
+    def _requeue(self, live: LiveRequest) -> None:
+        del self._by_seat[live.seat]
+        self._residency.release(live)
+        live.phase, live.computed, live.base_spans = Phase.WAITING, 0, ()
+        self._waiting.appendleft(live)
+        self._stuck = None
+
+    def _kill(self, live: LiveRequest) -> None:
+        """End a row on the device; the request closes when the launches made before have been read."""
+        self._packer.kill(live.row, live.generation)
+        self._leave_row(live)
+        live.phase = Phase.CLOSING
+        live.close_after = self._launches
+        self._closing.append(live)
+        self._close_killed(self._launches_read)
+
+    def _close_killed(self, launch_number: int) -> None:
+        for live in [live for live in self._closing if live.close_after <= launch_number]:
+            self._closing.remove(live)
+            if live.reason is not None:
+                self._finish(live, live.reason)
+            else:
+                self._close_preempted(live)
+
+    def _close_preempted(self, live: LiveRequest) -> None:
+        count = self.known_tokens(live)
+        self._residency.keep_pages(live, self._residency.kv_versions(live, count))
+        live.ids = self._seats.ids[live.seat, :count].copy()
+        live.versions = self._seats.versions[live.seat, live.prompt_tokens : count].copy()
+        live.rebuilt_at.append(count)
+        live.preempted = False
+        self._requeue(live)
 
     def _compact(self) -> None:
         """Move the last rows down when a smaller bucket would have done for `compaction_steps` steps."""
-        used = self._rows.num_used
-        target = self._resolved.bucket_of(max(used, 1))
-        if self._rows.highest_used < target:
+        pool = self._residency.rows
+        target = self._resolved.bucket_of(max(pool.num_used, 1))
+        if pool.highest_used < target:
             self._sparse_steps = 0
             return
         self._sparse_steps += 1
         if self._sparse_steps < self._config.compaction_steps:
             return
-        by_row = {live.row: live for live in self._live.values() if live.row >= 0}
-        while self._rows.highest_used >= target:
-            live = by_row[self._rows.highest_used]
+        by_row = {live.row: live for live in self._live.values() if live.row != NO_ROW}
+        while pool.highest_used >= target:
+            live = by_row[pool.highest_used]
             source = live.row
-            live.row = self._rows.move_down(source)
+            live.row = pool.move_down(source)
             if live.phase is Phase.RUNNING:
                 self._packer.move(source, live.row, live.generation)
                 self._row_seat[live.row], self._row_seat[source] = live.seat, NO_SEAT
@@ -470,75 +529,77 @@ class Scheduler:
             else:
                 self._leave_row(live)
             kind = FinishKind.STOP if stopped else FinishKind.LENGTH
-            self._finish(live, FinishReason(kind=kind, stop_id=int(tokens[lane]) if stopped else None))
+            own = FinishReason(kind=kind, stop_id=int(tokens[lane]) if stopped else None)
+            self._finish(live, live.reason if live.reason is not None and live.reason.kind is FinishKind.FAILED else own)
 
     def _leave_row(self, live: LiveRequest) -> None:
         """Give the row back; commands that reuse it come later in the log."""
         self._row_seat[live.row] = NO_SEAT
-        self._rows.release(live.row)
-        self._needs -= np.array(live.variant, dtype=np.int64)
-        live.row = -1
+        self._residency.leave_row(live)
+        self._needs -= live.variant.counts()
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Write the terminal record, key the pages that later prompts may use, give everything back."""
-        prompt_tokens = live.prompt.size
-        spans: Spans = ()
-        output_tokens = 0
+        count = live.ids.size
+        spans: tuple[tuple[int, int], ...] = ()
         if live.seat != NO_SEAT:
-            count = int(self._seats.count[live.seat])
-            output_tokens = count - prompt_tokens
-            versions = self._kv_versions(live, count)
+            count = self.known_tokens(live)
+            versions = self._residency.kv_versions(live, count)
             spans = run_lengths(versions)
-            self._keep_pages(live, versions)
+            self._residency.keep_pages(live, versions)
+            del self._by_seat[live.seat]
         self._endings.append(
             Finished(
                 request_id=live.request.request_id,
                 reason=reason,
-                prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens,
+                prompt_tokens=live.prompt_tokens,
+                output_tokens=count - live.prompt_tokens,
                 cached_tokens=live.cached_tokens,
                 seed=live.seed,
                 kv_spans=spans,
+                kv_rebuilt_at=tuple(live.rebuilt_at),
             )
         )
-        self._release(live)
+        self._residency.release(live)
+        group = live.request.group
+        if group is not None:
+            self._groups[group].remove(live)
+            if not self._groups[group]:
+                del self._groups[group]
         del self._live[live.request.request_id]
         self.counters[reason.kind.value] += 1
 
-    def _kv_versions(self, live: LiveRequest, count: int) -> np.ndarray:
-        """Return the version that computed the KV of each position that has one.
+    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Return the kept sets of the lanes that want them, packed; a request whose set does not fit is marked as failed."""
+        counts = np.zeros(lanes.size, dtype=np.int32)
+        wants = self._seats.wants_kept[seats]
+        if result.kept_ids is None or result.kept_count is None or not wants.any():
+            return counts, np.zeros(0, dtype=np.int32), False
+        found = result.kept_count[lanes]
+        too_many = seats[wants & (found > MAX_KEPT)]
+        for seat in too_many:
+            self._by_seat[int(seat)].reason = FinishReason(kind=FinishKind.FAILED, detail=_KEPT_OVERFLOW)
+        counts[wants] = np.minimum(found[wants], MAX_KEPT)
+        ids = result.kept_ids[lanes]
+        return counts, ids[np.arange(ids.shape[1])[None, :] < counts[:, None]], bool(too_many.size)
 
-        The KV of an output token is computed by the launch that samples the next one; the last has none.
-        """
-        prompt_tokens = live.prompt.size
-        if count == prompt_tokens:
-            return expand_spans(live.prompt_spans, live.computed)
-        prompt = expand_spans(live.prompt_spans, prompt_tokens)
-        return np.concatenate([prompt, self._seats.versions[live.seat, prompt_tokens + 1 : count]])
+    def _take_scores(self, result: LaunchResult) -> None:
+        for score in result.launch.scores:
+            live = self._by_seat.get(score.seat)
+            if live is None or live.prompt_logprobs is None or live.generation != score.generation:
+                continue
+            end = score.position + score.logprobs.size
+            live.prompt_logprobs[:, score.position : end] = score.logprobs, score.raw_logprobs
+            if end == live.prompt_tokens:
+                first = live.request.sampling.prompt_logprobs_from or 0
+                tempered, raw = live.prompt_logprobs[:, first:]
+                assert not np.isnan(raw).any(), "a prompt position was never scored"
+                request_id = live.request.request_id
+                self._scored.append(
+                    PromptScore(request_id=request_id, start=first, logprobs=tempered, raw_logprobs=raw, version=result.launch.version)
+                )
+                live.prompt_logprobs = None
 
-    def _keep_pages(self, live: LiveRequest, versions: np.ndarray) -> None:
-        page_size = self._resolved.page_size
-        full = versions.size // page_size
-        other = np.flatnonzero(versions != self._version)
-        current = (int(other[0]) if other.size else versions.size) // page_size
-        ids = self._seats.ids[live.seat]
-        self._prefix.publish(ids, live.pages[:current], salt=live.request.cache_salt)
-        lineage = live.request.lineage
-        if lineage is not None and full:
-            self._prefix.remember(
-                lineage, salt=live.request.cache_salt, ids=ids, pages=live.pages[:full], versions=versions[: full * page_size]
-            )
 
-    def _release(self, live: LiveRequest) -> None:
-        for page in live.pages:
-            self._pool.release(page)
-        live.pages = []
-        if live.sampling_slot != _NO_SLOT:
-            self._slots.release(live.sampling_slot)
-            live.sampling_slot = _NO_SLOT
-        if live.seat != NO_SEAT:
-            del self._by_seat[live.seat]
-            self._seats.release(live.seat)
-            live.seat = NO_SEAT
-        if live.phase is Phase.PREFILLING:
-            live.row = -1
+def _pages(copies: list[PageCopy], side: str) -> np.ndarray:
+    return np.array([getattr(copy, side) for copy in copies], dtype=np.int64)

@@ -1,20 +1,38 @@
 """Host-side facts of admitted requests in arrays, one seat each, so that a step costs no loop over rows.
 
-A seat is stable while its request lives, whatever row it runs in; the lane maps of launches in flight name seats. The
-scheduler owns the seats. Host only, no torch.
+A seat is stable while its request holds it, whatever row it runs in; the lane maps of launches in flight name seats. The
+residency gives seats, the scheduler reads and writes the arrays. Host only, no torch.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from areno.request import SamplingParams
+
 NO_SEAT = -1
 
 
 class Seats:
-    """Arrays over S seats. `ids` and `versions` [S, M]: token ids, and the version that sampled the token at a place."""
+    """Arrays over S seats. `ids` and `versions` [S, M]: token ids, and the version that sampled the token at a place.
 
-    __slots__ = ("_free", "count", "generation", "ids", "limit", "request_id", "row", "scheduled", "versions", "wants_logprobs")
+    `scheduled` counts ids that launches made so far will have given, `covered` the positions that the row's pages hold.
+    """
+
+    __slots__ = (
+        "_free",
+        "count",
+        "covered",
+        "generation",
+        "ids",
+        "limit",
+        "request_id",
+        "row",
+        "scheduled",
+        "versions",
+        "wants_kept",
+        "wants_logprobs",
+    )
 
     def __init__(self, *, num_seats: int, max_tokens: int) -> None:
         self._free = list(range(num_seats - 1, -1, -1))
@@ -23,8 +41,10 @@ class Seats:
         self.generation = np.zeros(num_seats, dtype=np.int32)
         self.count = np.zeros(num_seats, dtype=np.int64)
         self.scheduled = np.zeros(num_seats, dtype=np.int64)
+        self.covered = np.zeros(num_seats, dtype=np.int64)
         self.limit = np.zeros(num_seats, dtype=np.int64)
         self.wants_logprobs = np.zeros(num_seats, dtype=bool)
+        self.wants_kept = np.zeros(num_seats, dtype=bool)
         self.ids = np.zeros((num_seats, max_tokens), dtype=np.int32)
         self.versions = np.zeros((num_seats, max_tokens), dtype=np.int64)
 
@@ -33,15 +53,18 @@ class Seats:
         """Number of free seats."""
         return len(self._free)
 
-    def allocate(self, *, request_id: int, prompt: np.ndarray, limit: int, wants_logprobs: bool) -> int:
-        """Seat a request whose ids may grow to `limit`."""
+    def allocate(self, *, request_id: int, ids: np.ndarray, versions: np.ndarray, limit: int, sampling: SamplingParams) -> int:
+        """Seat a request whose `ids` are known and may grow to `limit`; `versions` tag the last ones, its outputs."""
         seat = self._free.pop()
         self.request_id[seat] = request_id
         self.row[seat] = -1
-        self.count[seat] = self.scheduled[seat] = prompt.size
+        self.count[seat] = self.scheduled[seat] = ids.size
+        self.covered[seat] = 0
         self.limit[seat] = limit
-        self.wants_logprobs[seat] = wants_logprobs
-        self.ids[seat, : prompt.size] = prompt
+        self.wants_logprobs[seat] = sampling.logprobs
+        self.wants_kept[seat] = sampling.return_kept_ids
+        self.ids[seat, : ids.size] = ids
+        self.versions[seat, ids.size - versions.size : ids.size] = versions
         return seat
 
     def release(self, seat: int) -> None:

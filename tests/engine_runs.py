@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areno import Engine, EngineConfig, Finished, Request, SamplingParams, StepOutput
+from areno import Engine, EngineConfig, Finished, PromptScore, Request, SamplingParams, StepOutput
 from tests.fixtures_models import reference_logprobs
 
 MAX_STEPS = 20_000
@@ -27,6 +27,8 @@ class Output:
     raw_logprobs: list[float] = field(default_factory=list)
     behaviour_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    prompt_score: PromptScore | None = None
     finished: Finished | None = None
 
     @property
@@ -46,6 +48,8 @@ class Recorder:
         """Take one step's output."""
         names = ("token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
         assert {getattr(step, name).size for name in names} == {step.request_ids.size}
+        assert step.kept_counts.size == step.request_ids.size and step.kept_counts.sum() == step.kept_ids.size
+        kept = np.split(step.kept_ids, np.cumsum(step.kept_counts)[:-1])
         for place, request_id in enumerate(step.request_ids.tolist()):
             output = self.outputs[request_id]
             assert output.finished is None, f"request {request_id} got a token after its end"
@@ -54,6 +58,10 @@ class Recorder:
             output.raw_logprobs.append(float(step.raw_logprobs[place]))
             output.behaviour_logprobs.append(float(step.behaviour_logprobs[place]))
             output.versions.append(int(step.versions[place]))
+            output.kept.append(kept[place].tolist())
+        for score in step.prompt_scores:
+            assert self.outputs[score.request_id].prompt_score is None, "a prompt was scored twice"
+            self.outputs[score.request_id].prompt_score = score
         for finished in step.finished:
             output = self.outputs[finished.request_id]
             assert output.finished is None, f"request {finished.request_id} ended twice"
@@ -68,7 +76,7 @@ def make_engine(folder: object, **options: Any) -> Engine:
 
 def request(request_id: int, prompt: Sequence[int] | np.ndarray, **sampling: Any) -> Request:
     """Return a request; sampling fields and lineage, cache_salt, max_kv_lag by name."""
-    own = {name: sampling.pop(name) for name in ("lineage", "cache_salt", "max_kv_lag") if name in sampling}
+    own = {name: sampling.pop(name) for name in ("lineage", "cache_salt", "max_kv_lag", "group", "prior_output_tokens") if name in sampling}
     return Request(request_id=request_id, prompt_ids=prompt, sampling=SamplingParams(**sampling), **own)
 
 

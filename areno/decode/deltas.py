@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.request import MAX_STOP_IDS
+from areno.sampling.slot_content import SlotContent
 
 
 class DeltaKind(enum.IntEnum):
@@ -52,18 +53,18 @@ PAGE_OP = np.dtype([("row", np.int32), ("index", np.int32), ("page", np.int32)])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSlot:
-    """Operations that commute. `rows` has dtype ROW_OP, `pages` PAGE_OP, `forced` maps sampling slots to forced ids."""
+    """Operations that commute. `rows` has dtype ROW_OP, `pages` PAGE_OP; `contents` fill sampling slots."""
 
     rows: np.ndarray
     pages: np.ndarray
-    forced: tuple[tuple[int, np.ndarray], ...] = ()
+    contents: tuple[tuple[int, SlotContent], ...] = ()
 
 
 @dataclass(slots=True)
 class _OpenSlot:
     rows: list[np.ndarray] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
-    forced: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    contents: list[tuple[int, SlotContent]] = field(default_factory=list)
     writes: set[int] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
 
@@ -78,8 +79,8 @@ class DeltaPacker:
         self._open = _OpenSlot()
         self._closed: list[DeltaSlot] = []
 
-    def set_row(self, values: dict[str, object], pages: np.ndarray, forced: np.ndarray | None = None) -> None:
-        """SET a row from named ROW_OP fields and its whole page list; `forced` fills its sampling slot."""
+    def set_row(self, values: dict[str, object], pages: np.ndarray, content: SlotContent | None = None) -> None:
+        """SET a row from named ROW_OP fields and its whole page list; `content` fills its sampling slot."""
         operation = np.zeros((), ROW_OP)
         operation["kind"] = DeltaKind.SET
         for name, value in values.items():
@@ -88,8 +89,8 @@ class DeltaPacker:
         slot = self._place(writes={row}, reads=set())
         slot.rows.append(operation)
         slot.pages.extend((row, index, int(page)) for index, page in enumerate(pages))
-        if forced is not None:
-            slot.forced.append((int(operation["sampling_slot"]), forced))
+        if content is not None:
+            slot.contents.append((int(operation["sampling_slot"]), content))
 
     def grow(self, row: int, generation: int, index: int, pages: np.ndarray) -> None:
         """Append pages to a row's table from entry `index` on."""
@@ -130,5 +131,5 @@ class DeltaPacker:
         slot = self._open
         if slot.rows:
             rows = np.array(slot.rows, dtype=ROW_OP)
-            self._closed.append(DeltaSlot(rows=rows, pages=np.array(slot.pages, dtype=PAGE_OP), forced=tuple(slot.forced)))
+            self._closed.append(DeltaSlot(rows=rows, pages=np.array(slot.pages, dtype=PAGE_OP), contents=tuple(slot.contents)))
             self._open = _OpenSlot()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,19 +19,34 @@ class LaneStatus(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkScores:
+    """Log-probabilities of prompt ids from `position` on. Shapes: float32 [n]; seat and generation name the request."""
+
+    seat: int
+    generation: int
+    position: int
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """A launch in flight: its ring slot, its lanes' seats and generations as planned, and the weights it ran with."""
+    """A launch in flight: its ring slot, its lanes' seats and generations as planned, and the weights it ran with.
+
+    `scores` are filled in by the launch and read with its slot.
+    """
 
     number: int
     slot: int
     seats: np.ndarray
     generations: np.ndarray
     version: int
+    scores: list[ChunkScores] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """A launch whose results may be read. Shapes: numpy views [B] of its ring slot."""
+    """A launch whose results may be read. Shapes: numpy copies [B] of its ring slot, `kept_ids` [B, 64]."""
 
     launch: LaunchRecord
     status: np.ndarray
@@ -40,3 +55,5 @@ class LaunchResult:
     logprob: np.ndarray
     raw_logprob: np.ndarray
     behaviour_logprob: np.ndarray
+    kept_ids: np.ndarray | None = None
+    kept_count: np.ndarray | None = None

@@ -21,7 +21,7 @@ class DecodePath(Protocol):
         """Run one token of rows 0..bucket - 1 and write their records."""
 
     def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
-        """Draw the first token of each complete prompt and write its record, one lane per prompt."""
+        """Draw the next token of each row whose prompt is complete and write its record. Shapes: one row of logits per lane."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of `alive`, `length`, `generation`, `last_token` and `page_table` for integrity checks."""

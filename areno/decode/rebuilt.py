@@ -17,25 +17,26 @@ from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
 from areno.decode.tables import Lanes
 from areno.forward import Forward
+from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
 
 
 class RebuiltPath:
-    """Row state in numpy. Shapes: `rows` [R] of ROW_OP, `page_table` [R, P]."""
+    """Row state in numpy. Shapes: `rows` [R] of ROW_OP, `page_table` [R, P].
 
-    def __init__(self, forward: Forward, *, num_rows: int, pages_per_row: int, page_size: int, sampling_slots: int) -> None:
-        self._forward, self._page_size = forward, page_size
+    Sampling slots hold vocabulary-sized tables, which no engine rebuilds per step: they stay where the sampler runs.
+    """
+
+    def __init__(self, forward: Forward, *, num_rows: int, pages_per_row: int, page_size: int, slots: SlotTables) -> None:
+        self._forward, self._page_size, self._slots = forward, page_size, slots
         self._rows = np.zeros(num_rows, dtype=ROW_OP)
         self._alive = np.zeros(num_rows, dtype=bool)
         self._page_table = np.zeros((num_rows, pages_per_row), dtype=np.int64)
-        self._forced: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * max(sampling_slots, 1)
-        self._emitted = np.zeros(max(sampling_slots, 1), dtype=np.int64)
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply row operations."""
-        for sampling_slot, forced in slot.forced:
-            self._forced[sampling_slot] = forced
-            self._emitted[sampling_slot] = 0
+        for sampling_slot, content in slot.contents:
+            self._slots.fill(sampling_slot, content)
         for operation in slot.rows:
             row = int(operation["row"])
             if operation["kind"] == DeltaKind.SET:
@@ -73,9 +74,9 @@ class RebuiltPath:
         self._advance(rows, running, alive & ~running, drawn, records)
 
     def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
-        """Draw the first token of each complete prompt and write its record."""
-        rows = np.array([chunk.row for chunk in launch.chunks if chunk.row >= 0], dtype=np.int64)
-        drawn = self._forward.draw(logits_BV[: rows.size], self._params(rows), launch.variant)
+        """Draw the next token of each row whose prompt is complete and write its record."""
+        rows = np.array(launch.rows, dtype=np.int64)
+        drawn = self._forward.draw(logits_BV, self._params(rows), launch.variant)
         self._advance(rows, self._alive[rows], np.zeros(rows.size, dtype=bool), drawn, records)
 
     def row_state(self) -> dict[str, torch.Tensor]:
@@ -85,19 +86,21 @@ class RebuiltPath:
 
     def _params(self, rows: np.ndarray) -> LaneParams:
         state = self._rows[rows]
-        forced = np.full(rows.size, -1, dtype=np.int32)
-        for lane in np.flatnonzero(state["sampling_slot"] >= 0):
-            slot = int(state["sampling_slot"][lane])
-            if self._emitted[slot] < self._forced[slot].size:
-                forced[lane] = self._forced[slot][self._emitted[slot]]
-        tensors = {name: torch.from_numpy(state[name].copy()) for name in ("temperature", "seed", "stop_ids", "stop_wait")}
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "stop_wait")
+        tensors = {name: torch.from_numpy(state[name].copy()) for name in names}
+        slots = torch.from_numpy(state["sampling_slot"].astype(np.int64))
         return LaneParams(
             temperature=tensors["temperature"],
+            top_k=tensors["top_k"],
+            top_p=tensors["top_p"],
+            min_p=tensors["min_p"],
             seeds=tensors["seed"],
             positions=torch.from_numpy(state["length"] + 1),
             stop_ids=tensors["stop_ids"],
             stop_wait=tensors["stop_wait"],
-            forced=torch.from_numpy(forced),
+            slots=slots,
+            forced=self._slots.forced(slots),
+            tables=self._slots,
         )
 
     def _advance(self, rows: np.ndarray, running: np.ndarray, starved: np.ndarray, drawn: Drawn, records: LaneRecords) -> None:
@@ -109,13 +112,10 @@ class RebuiltPath:
         status = np.where(running, int(LaneStatus.TOKEN), int(LaneStatus.IDLE))
         status[stopped], status[exhausted], status[starved] = LaneStatus.STOPPED, LaneStatus.EXHAUSTED, LaneStatus.STARVED
         lanes = rows.size
-        written = {"status": status, "generation": state["generation"], "token": token}
-        for name, values in written.items():
-            getattr(records, name).numpy()[:lanes] = values
-        for name in ("logprob", "raw_logprob", "behaviour_logprob"):
-            getattr(records, name).numpy()[:lanes] = getattr(drawn, name).numpy()
-        held = state["sampling_slot"][running & (state["sampling_slot"] >= 0)]
-        self._emitted[held] += 1
+        records.status.numpy()[:lanes] = status
+        records.generation.numpy()[:lanes] = state["generation"]
+        records.write_draw(drawn)
+        self._slots.advance(torch.from_numpy(state["sampling_slot"].astype(np.int64)), drawn.token, torch.from_numpy(running))
         state["last_token"] = np.where(running, token, state["last_token"])
         state["length"] += running
         state["stop_wait"] -= running

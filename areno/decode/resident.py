@@ -32,10 +32,9 @@ class ResidentPath:
         self.tables.advance(rows, lanes.running, lanes.starved, drawn, records, slots=launch.variant.slots)
 
     def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
-        """Draw the first token of each complete prompt and write its record."""
-        complete = [chunk.row for chunk in launch.chunks if chunk.row >= 0]
-        rows = torch.tensor(complete)
-        drawn = self._forward.draw(logits_BV[: len(complete)], self.tables.params(rows, slots=launch.variant.slots), launch.variant)
+        """Draw the next token of each row whose prompt is complete and write its record."""
+        rows = torch.tensor(launch.rows)
+        drawn = self._forward.draw(logits_BV, self.tables.params(rows, slots=launch.variant.slots), launch.variant)
         self.tables.advance(rows, self.tables.alive[rows], None, drawn, records, slots=launch.variant.slots)
 
     def row_state(self) -> dict[str, torch.Tensor]:

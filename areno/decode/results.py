@@ -14,11 +14,16 @@ import numpy as np
 import torch
 
 from areno.decode.launch import LaunchRecord, LaunchResult
+from areno.sampling.kept import MAX_KEPT
+from areno.sampling.sampler import Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRecords:
-    """One ring slot. Shapes: all [B]; a lane's numbers count only where `status` is TOKEN, STOPPED or EXHAUSTED."""
+    """One ring slot. Shapes: all [B]; a lane's numbers count only where `status` is TOKEN, STOPPED or EXHAUSTED.
+
+    `kept_ids` [B, 64] and `kept_count` [B] exist where the engine may return kept sets.
+    """
 
     status: torch.Tensor
     generation: torch.Tensor
@@ -26,6 +31,20 @@ class LaneRecords:
     logprob: torch.Tensor
     raw_logprob: torch.Tensor
     behaviour_logprob: torch.Tensor
+    kept_ids: torch.Tensor | None
+    kept_count: torch.Tensor | None
+
+    def write_draw(self, drawn: Drawn) -> None:
+        """Store the draw's numbers in the first lanes. Mutates: this slot."""
+        lanes = drawn.token.shape[0]
+        self.token[:lanes] = drawn.token
+        self.logprob[:lanes] = drawn.logprob
+        self.raw_logprob[:lanes] = drawn.raw_logprob
+        self.behaviour_logprob[:lanes] = drawn.behaviour_logprob
+        if drawn.kept_ids is not None and drawn.kept_count is not None:
+            assert self.kept_ids is not None and self.kept_count is not None, "kept sets were drawn without a side ring"
+            self.kept_ids[:lanes, : drawn.kept_ids.shape[1]] = drawn.kept_ids
+            self.kept_count[:lanes] = drawn.kept_count
 
 
 class ResultRing:
@@ -33,7 +52,7 @@ class ResultRing:
 
     __slots__ = ("_numpy", "_pending", "_records", "_taken", "run_ahead")
 
-    def __init__(self, *, slots: int, lanes: int, run_ahead: int) -> None:
+    def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False) -> None:
         self.run_ahead = run_ahead
         self._records = [
             LaneRecords(
@@ -43,11 +62,15 @@ class ResultRing:
                 logprob=torch.zeros(lanes),
                 raw_logprob=torch.zeros(lanes),
                 behaviour_logprob=torch.zeros(lanes),
+                kept_ids=torch.zeros((lanes, MAX_KEPT), dtype=torch.int32) if kept else None,
+                kept_count=torch.zeros(lanes, dtype=torch.int32) if kept else None,
             )
             for _ in range(slots)
         ]
-        names = LaneRecords.__dataclass_fields__
-        self._numpy = [{name: getattr(record, name).numpy() for name in names} for record in self._records]
+        self._numpy = [
+            {name: value.numpy() for name in LaneRecords.__dataclass_fields__ if (value := getattr(record, name)) is not None}
+            for record in self._records
+        ]
         self._pending: deque[LaunchRecord] = deque()
         self._taken = 0
 

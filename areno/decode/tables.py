@@ -18,6 +18,7 @@ from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
 from areno.request import MAX_STOP_IDS
+from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
 
 _INT_FIELDS = ("last_token", "length", "remaining", "stop_wait", "sampling_slot", "recurrent_slot", "top_k", "generation")
@@ -38,12 +39,11 @@ class Lanes:
 
 
 class DecodeTables:
-    """State of R rows. Shapes: int fields [R] each, `stop_ids` [R, 16], `page_table` [R, P]; sampling slots [S, M]."""
+    """State of R rows. Shapes: int fields [R] each, `stop_ids` [R, 16], `page_table` [R, P]."""
 
-    def __init__(
-        self, *, num_rows: int, pages_per_row: int, page_size: int, sampling_slots: int, max_forced: int, device: torch.device
-    ) -> None:
+    def __init__(self, *, num_rows: int, pages_per_row: int, page_size: int, slots: SlotTables, device: torch.device) -> None:
         self.page_size = page_size
+        self.slots = slots
         self._ints_FR = torch.zeros((len(_INT_FIELDS), num_rows), dtype=torch.int32, device=device)
         self._floats_FR = torch.zeros((len(_FLOAT_FIELDS), num_rows), device=device)
         (
@@ -61,15 +61,11 @@ class DecodeTables:
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device)
-        self.forced_ids = torch.full((max(sampling_slots, 1), max_forced + 1), -1, dtype=torch.int32, device=device)
-        self.slot_emitted = torch.zeros(max(sampling_slots, 1), dtype=torch.int64, device=device)
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply one delta slot. Mutates: the rows it names."""
-        for sampling_slot, forced in slot.forced:
-            self.forced_ids[sampling_slot].fill_(-1)
-            self.forced_ids[sampling_slot, : forced.size] = torch.from_numpy(forced.astype(np.int32))
-            self.slot_emitted[sampling_slot] = 0
+        for sampling_slot, content in slot.contents:
+            self.slots.fill(sampling_slot, content)
         kinds = slot.rows["kind"]
         # SET writes the whole page-table row first; the page entries of SET and GROW follow.
         self._set(slot.rows[kinds == DeltaKind.SET])
@@ -131,20 +127,19 @@ class DecodeTables:
 
     def params(self, rows: slice | torch.Tensor, *, slots: bool) -> LaneParams:
         """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""
-        forced = torch.full_like(self.last_token[rows], -1)
-        if slots:
-            held = self.sampling_slot[rows].to(torch.int64)
-            place = held.clamp(min=0)
-            forced = torch.where(
-                held >= 0, self.forced_ids[place, self.slot_emitted[place].clamp(max=self.forced_ids.shape[1] - 1)], forced
-            )
+        held = self.sampling_slot[rows].to(torch.int64)
         return LaneParams(
             temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
             seeds=self.seed[rows],
             positions=self.length[rows] + 1,
             stop_ids=self.stop_ids[rows],
             stop_wait=self.stop_wait[rows],
-            forced=forced,
+            slots=held,
+            forced=self.slots.forced(held) if slots else torch.full_like(held, -1),
+            tables=self.slots,
         )
 
     def advance(
@@ -170,13 +165,9 @@ class DecodeTables:
             status.masked_fill_(starved, LaneStatus.STARVED)
         records.status[:lanes] = status
         records.generation[:lanes] = self.generation[rows]
-        records.token[:lanes] = token
-        records.logprob[:lanes] = drawn.logprob
-        records.raw_logprob[:lanes] = drawn.raw_logprob
-        records.behaviour_logprob[:lanes] = drawn.behaviour_logprob
+        records.write_draw(drawn)
         if slots:
-            held = self.sampling_slot[rows].to(torch.int64)
-            self.slot_emitted.index_add_(0, held.clamp(min=0), (running & (held >= 0)).to(torch.int64))
+            self.slots.advance(self.sampling_slot[rows].to(torch.int64), token, running)
         self.last_token[rows] = torch.where(running, token, self.last_token[rows])
         self.length[rows] += running
         self.remaining[rows] = remaining

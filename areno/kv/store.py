@@ -40,6 +40,11 @@ class KVStore:
         self._flat_keys[layer].index_copy_(0, slots_T, k_TKD)
         self._flat_values[layer].index_copy_(0, slots_T, v_TKD)
 
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole pages in every layer; all sources are read first. Mutates: the target pages."""
+        self.keys[:, targets] = self.keys[:, sources]
+        self.values[:, targets] = self.values[:, sources]
+
     def gather(self, layer: int, tables_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of B page lists, valid until the next call. Shapes: [B, K, P * G, D], strided."""
         num_rows, num_pages = tables_BP.shape

@@ -2,11 +2,12 @@
 
 A shard of the vocabulary is reduced to one small record per lane (`reduce_shard`); `combine` turns the records of all
 shards, in fixed order, into tokens and log-probabilities. The vocabulary itself is never gathered. `logprob` and
-`raw_logprob` are over the model's whole vocabulary and no mask touches them; only the draw sees masks, and
-`behaviour_logprob` tells the draw's own distribution where a mask was active.
+`raw_logprob` are over the model's whole vocabulary and nothing below touches them; only the draw sees
 
-Variants skip work that no lane asked for; a plain lane's bits are the same in all of them, since dividing by a
-temperature of one and adding no mask are exact.
+    biases and masks -> penalties -> temperature -> min-p -> top-k -> top-p
+
+and `behaviour_logprob` tells the draw's own distribution where one of these was active. Variants skip work that no lane
+asked for; a plain lane's bits are the same in all of them, since a factor of one and an absent mask are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from areno.sampling import noise
+from areno.sampling import filters, noise
+from areno.sampling.kept import MAX_KEPT
+from areno.sampling.penalties import SlotTables
 from areno.sampling.variant import Variant
 
 _NEG_INF = float("-inf")
@@ -23,39 +26,55 @@ _NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneParams:
-    """Sampling state of B lanes. Shapes: all [B] but `stop_ids` [B, 16] (-1 pads); `forced` is -1 where free."""
+    """Sampling state of B lanes. Shapes: all [B] but `stop_ids` [B, 16] (-1 pads).
+
+    `slots` is each lane's sampling slot in `tables`, -1 without one; `forced` the id it must emit, -1 where it is free.
+    """
 
     temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
     seeds: torch.Tensor
     positions: torch.Tensor
     stop_ids: torch.Tensor
     stop_wait: torch.Tensor
+    slots: torch.Tensor
     forced: torch.Tensor
+    tables: SlotTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRecord:
-    """One shard's reductions per lane. Shapes: all [B]; sums are of exp(x - max)."""
+    """One shard's reductions per lane. Shapes: all [B]; sums are of exp(x - max). `best_shaped` is the score without noise."""
 
     maximum: torch.Tensor
     total: torch.Tensor
     tempered_maximum: torch.Tensor
     tempered_total: torch.Tensor
-    masked_maximum: torch.Tensor | None
-    masked_total: torch.Tensor | None
+    shaped_maximum: torch.Tensor
+    shaped_total: torch.Tensor
     best_score: torch.Tensor
     best_id: torch.Tensor
     best_logit: torch.Tensor
+    best_shaped: torch.Tensor
+    kept_ids: torch.Tensor | None
+    kept_count: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Tokens and their log-probabilities. Shapes: [B]; `behaviour_logprob` is NaN where it equals `logprob`."""
+    """Tokens and their log-probabilities. Shapes: [B]; `behaviour_logprob` is NaN where it equals `logprob`.
+
+    `kept_ids` [B, 64] and `kept_count` [B] are the ids the filters kept, largest first, in the variant that returns them.
+    """
 
     token: torch.Tensor
     logprob: torch.Tensor
     raw_logprob: torch.Tensor
     behaviour_logprob: torch.Tensor
+    kept_ids: torch.Tensor | None = None
+    kept_count: torch.Tensor | None = None
 
 
 def _sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,19 +104,19 @@ class Sampler:
         """Reduce float32 logits of this shard to one record per lane. Shapes: [B, W]."""
         maximum, total = _sums(logits_BW)
         greedy = lanes.temperature == 0.0
-        if variant.temperature:
-            tempered = logits_BW / torch.where(greedy, 1.0, lanes.temperature)[:, None]
+        divisor = torch.where(greedy, 1.0, lanes.temperature)[:, None] if variant.temperature else None
+        tempered, tempered_maximum, tempered_total = logits_BW, maximum, total
+        if divisor is not None:
+            tempered = logits_BW / divisor
             tempered_maximum, tempered_total = _sums(tempered)
-        else:
-            tempered, tempered_maximum, tempered_total = logits_BW, maximum, total
-        masked_maximum = masked_total = None
-        scores = tempered
-        if variant.stop_mask or self.masks_ids:
-            scores = self._mask(tempered, lanes, variant)
-            masked_maximum, masked_total = _sums(scores)
+        shaped, shaped_maximum, shaped_total = tempered, tempered_maximum, tempered_total
+        if variant.stop_mask or variant.slots or variant.filters or self.masks_ids:
+            shaped = self._shape(logits_BW, divisor, lanes, variant)
+            shaped_maximum, shaped_total = _sums(shaped)
+        scores = shaped
         if variant.noise:
             drawn = noise.gumbel(noise.keys(lanes.seeds, lanes.positions), self._ids)
-            scores = drawn.masked_fill_(greedy[:, None], 0.0).add_(scores)
+            scores = drawn.masked_fill_(greedy[:, None], 0.0).add_(shaped)
         best = scores.argmax(dim=1, keepdim=True)
         best_score = scores.gather(1, best)[:, 0]
         if variant.slots:
@@ -106,29 +125,46 @@ class Sampler:
             best = torch.where(here, local, best[:, 0])[:, None]
             elsewhere = (lanes.forced >= 0) & ~here
             best_score = torch.where(here, float("inf"), torch.where(elsewhere, _NEG_INF, best_score))
+        kept_ids, kept_count = self._kept(shaped) if variant.kept else (None, None)
         return ShardRecord(
             maximum=maximum,
             total=total,
             tempered_maximum=tempered_maximum,
             tempered_total=tempered_total,
-            masked_maximum=masked_maximum,
-            masked_total=masked_total,
+            shaped_maximum=shaped_maximum,
+            shaped_total=shaped_total,
             best_score=best_score,
             best_id=best[:, 0] + self._first_id,
             best_logit=logits_BW.gather(1, best)[:, 0],
+            best_shaped=shaped.gather(1, best)[:, 0],
+            kept_ids=kept_ids,
+            kept_count=kept_count,
         )
 
-    def _mask(self, tempered_BW: torch.Tensor, lanes: LaneParams, variant: Variant) -> torch.Tensor:
-        """Return a copy of the scores without the ids that may not be drawn."""
-        masked = tempered_BW.clone()
+    def _shape(self, logits_BW: torch.Tensor, divisor: torch.Tensor | None, lanes: LaneParams, variant: Variant) -> torch.Tensor:
+        """Return the scores that are drawn from, before the noise."""
+        shaped = logits_BW.clone()
+        if variant.slots:
+            lanes.tables.add_biases(shaped, lanes.slots, self._first_id)
         if self._invalid_from is not None:
-            masked[:, self._invalid_from :] = _NEG_INF
+            shaped[:, self._invalid_from :] = _NEG_INF
         if variant.stop_mask:
             local = lanes.stop_ids.to(torch.int64) - self._first_id
             hidden = (local >= 0) & (local < self._width) & (lanes.stop_wait > 0)[:, None]
             rows, columns = hidden.nonzero(as_tuple=True)
-            masked[rows, local[rows, columns]] = _NEG_INF
-        return masked
+            shaped[rows, local[rows, columns]] = _NEG_INF
+        if variant.slots:
+            lanes.tables.penalise(shaped, lanes.slots, self._first_id)
+        if divisor is not None:
+            shaped /= divisor
+        if variant.filters:
+            shaped = filters.apply(shaped, min_p_B=lanes.min_p, top_k_B=lanes.top_k, top_p_B=lanes.top_p)
+        return shaped
+
+    def _kept(self, shaped_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = shaped_BW.topk(min(MAX_KEPT, self._width), dim=1)
+        ids = torch.where(values > _NEG_INF, ids + self._first_id, -1).to(torch.int32)
+        return ids, (shaped_BW > _NEG_INF).sum(dim=1).to(torch.int32)
 
     def draw(self, logits_BW: torch.Tensor, lanes: LaneParams, variant: Variant) -> Drawn:
         """Draw from an unsharded vocabulary."""
@@ -143,31 +179,38 @@ def _log_total(maxima: list[torch.Tensor], totals: list[torch.Tensor]) -> torch.
         maximum = torch.maximum(maximum, other)
     total = torch.zeros_like(maximum)
     for shard_maximum, shard_total in zip(maxima, totals):
-        total = total + shard_total * (shard_maximum - maximum).exp()
+        # A shard whose ids are all masked has a maximum of -inf and no mass.
+        share = shard_total * (shard_maximum - maximum).exp()
+        total = total + torch.where(shard_maximum == _NEG_INF, 0.0, share)
     return maximum + total.log()
 
 
 def combine(records: list[ShardRecord], lanes: LaneParams, variant: Variant, *, masks_ids: bool) -> Drawn:
     """Combine the shards' records in their fixed order; every rank computes the same bits. Ties go to the lowest id."""
     best = records[0]
-    score, token, logit = best.best_score, best.best_id, best.best_logit
+    score, token, logit, shaped = best.best_score, best.best_id, best.best_logit, best.best_shaped
     for record in records[1:]:
         better = record.best_score > score
-        score = torch.where(better, record.best_score, score)
-        token = torch.where(better, record.best_id, token)
-        logit = torch.where(better, record.best_logit, logit)
+        score, token = torch.where(better, record.best_score, score), torch.where(better, record.best_id, token)
+        logit, shaped = torch.where(better, record.best_logit, logit), torch.where(better, record.best_shaped, shaped)
     raw_logprob = logit - _log_total([r.maximum for r in records], [r.total for r in records])
+    logprob = raw_logprob
     if variant.temperature:
         tempered = logit / torch.where(lanes.temperature == 0.0, 1.0, lanes.temperature)
         logprob = tempered - _log_total([r.tempered_maximum for r in records], [r.tempered_total for r in records])
-    else:
-        tempered, logprob = logit, raw_logprob
     behaviour = torch.full_like(logprob, float("nan"))
-    if variant.stop_mask or masks_ids:
-        masked = tempered - _log_total(
-            [r.masked_maximum for r in records if r.masked_maximum is not None],
-            [r.masked_total for r in records if r.masked_total is not None],
-        )
+    if variant.stop_mask or variant.slots or variant.filters or masks_ids:
+        drawn_from = shaped - _log_total([r.shaped_maximum for r in records], [r.shaped_total for r in records])
         active = ((lanes.stop_wait > 0) & (lanes.stop_ids >= 0).any(dim=1)) | masks_ids
-        behaviour = torch.where(active & (lanes.forced < 0), masked, behaviour)
-    return Drawn(token=token, logprob=logprob, raw_logprob=raw_logprob, behaviour_logprob=behaviour)
+        if variant.slots:
+            active = active | lanes.tables.shapes_draw(lanes.slots)
+        if variant.filters:
+            active = active | (lanes.top_k > 0) | (lanes.top_p < 1.0) | (lanes.min_p > 0.0)
+        behaviour = torch.where(active & (lanes.forced < 0), drawn_from, behaviour)
+    kept_ids = kept_count = None
+    if variant.kept:
+        assert len(records) == 1 and records[0].kept_ids is not None, "kept sets of several shards are merged by their own variant"
+        kept_ids, kept_count = records[0].kept_ids, records[0].kept_count
+    return Drawn(
+        token=token, logprob=logprob, raw_logprob=raw_logprob, behaviour_logprob=behaviour, kept_ids=kept_ids, kept_count=kept_count
+    )

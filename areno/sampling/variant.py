@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What at least one lane of a launch needs; host-known, so that the common case costs nothing."""
+    """What at least one lane of a launch needs; host-known, so that the common case costs nothing.
 
-    noise: bool
-    temperature: bool
-    stop_mask: bool
-    slots: bool
+    `noise`: a lane is not greedy; `temperature`: one divides its logits; `stop_mask`: one may hold stop ids back; `slots`: one
+    has a sampling slot; `filters`: one has top-k, top-p or min-p; `kept`: one returns the ids its filters kept.
+    """
+
+    noise: bool = False
+    temperature: bool = False
+    stop_mask: bool = False
+    slots: bool = False
+    filters: bool = False
+    kept: bool = False
+
+    def counts(self) -> np.ndarray:
+        """Return the needs as numbers that add up over lanes. Shapes: int64 [needs]."""
+        return np.array([getattr(self, field.name) for field in fields(self)], dtype=np.int64)
+
+    @classmethod
+    def of_counts(cls, counts: np.ndarray) -> Self:
+        """Return what lanes with these summed needs have in common."""
+        return cls(**{field.name: bool(count) for field, count in zip(fields(cls), counts)})

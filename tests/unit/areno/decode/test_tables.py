@@ -19,11 +19,28 @@ from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables, Lanes
 from areno.request import MAX_STOP_IDS
+from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
+from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
 
 ROWS, PAGES_PER_ROW, PAGE_SIZE, SLOTS = 8, 6, 4, 3
 VARIANT = Variant(noise=True, temperature=True, stop_mask=True, slots=True)
+
+
+def forced_content(forced: np.ndarray) -> SlotContent:
+    """Return a slot that only forces ids."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return SlotContent(
+        forced_ids=forced,
+        bias_ids=nothing,
+        bias_values=nothing,
+        repetition=1.0,
+        presence=0.0,
+        frequency=0.0,
+        prompt_ids=nothing,
+        output_ids=nothing,
+    )
 
 
 class FakeForward:
@@ -48,9 +65,11 @@ class FakeForward:
 
 
 def _paths() -> tuple[ResidentPath, RebuiltPath]:
-    sizes = {"num_rows": ROWS, "pages_per_row": PAGES_PER_ROW, "page_size": PAGE_SIZE, "sampling_slots": SLOTS}
-    tables = DecodeTables(max_forced=16, device=torch.device("cpu"), **sizes)
-    return ResidentPath(FakeForward(), tables), RebuiltPath(FakeForward(), **sizes)  # type: ignore[arg-type]
+    sizes = {"num_rows": ROWS, "pages_per_row": PAGES_PER_ROW, "page_size": PAGE_SIZE}
+    cpu = torch.device("cpu")
+    slots = [SlotTables(num_slots=SLOTS, vocab_size=40, max_forced=16, device=cpu) for _ in range(2)]
+    tables = DecodeTables(slots=slots[0], device=cpu, **sizes)
+    return ResidentPath(FakeForward(), tables), RebuiltPath(FakeForward(), slots=slots[1], **sizes)  # type: ignore[arg-type]
 
 
 def _launch(path: ResidentPath | RebuiltPath, bucket: int = ROWS) -> dict[str, list[float]]:
@@ -86,7 +105,7 @@ def _fields(row: int, generation: int, **more: object) -> dict[str, object]:
 
 def _shuffled(slot: DeltaSlot, rng: np.random.Generator) -> DeltaSlot:
     return DeltaSlot(
-        rows=slot.rows[rng.permutation(slot.rows.size)], pages=slot.pages[rng.permutation(slot.pages.size)], forced=slot.forced
+        rows=slot.rows[rng.permutation(slot.rows.size)], pages=slot.pages[rng.permutation(slot.pages.size)], contents=slot.contents
     )
 
 
@@ -118,7 +137,7 @@ def test_resident_equals_rebuilt_under_random_operations_in_any_order_within_a_s
                 unowned = set(range(SLOTS)) - set(slot_of)
                 if unowned and rng.random() < 0.3:
                     slot_of[row] = fields["sampling_slot"] = unowned.pop()
-                    forced = rng.integers(0, 40, size=int(rng.integers(1, 6)))
+                    forced = forced_content(rng.integers(0, 40, size=int(rng.integers(1, 6))))
                 packer.set_row(fields, rng.integers(2, 60, size=int(rng.integers(1, PAGES_PER_ROW + 1))), forced)
             elif kind == 1:
                 packer.grow(row, generations[row], int(rng.integers(PAGES_PER_ROW)), rng.integers(2, 60, size=1))

@@ -33,8 +33,8 @@ def _stored(pool: PagePool, index: PrefixIndex, ids: np.ndarray, **kind: str | N
 def _hit(
     pool: PagePool, index: PrefixIndex, ids: np.ndarray, *, salt: str | None = None, lineage: str | None = None, oldest: int = 0
 ) -> list[int]:
-    match = index.match(ids, salt=salt, lineage=lineage, oldest_version=oldest)
-    for page in match.pages:
+    match = index.match(ids, salt=salt, lineage=lineage, oldest_version=oldest, at_most=ids.size)
+    for page in [*match.pages, *([] if match.copy_from is None else [match.copy_from])]:
         pool.release(page)
     return match.pages
 
@@ -84,7 +84,7 @@ def test_eviction_takes_leaves_first_and_spares_pages_in_use() -> None:
     pool = PagePool(8, first=0)
     index = PrefixIndex(pool, G, epoch=0)
     first, second = _stored(pool, index, np.arange(12)), _stored(pool, index, np.arange(100, 108))
-    used = index.match(np.arange(100, 109), salt=None, lineage=None, oldest_version=0).pages
+    used = index.match(np.arange(100, 109), salt=None, lineage=None, oldest_version=0, at_most=99).pages
     assert used == second
     assert index.evict(1) == 1 and _hit(pool, index, np.arange(13)) == first[:2]
     assert index.evict(99) == 2 and pool.num_free == 6
@@ -113,7 +113,9 @@ def test_references_add_up_after_any_history(seed: int) -> None:
         ids = rng.integers(0, 3, size=int(rng.integers(1, 30)))
         if choice < 0.45:
             lineage = f"l{rng.integers(3)}" if rng.random() < 0.5 else None
-            match = index.match(ids, salt=None, lineage=lineage, oldest_version=epoch - 2)
+            match = index.match(ids, salt=None, lineage=lineage, oldest_version=epoch - 2, at_most=int(rng.integers(0, 40)))
+            if match.copy_from is not None:
+                pool.release(match.copy_from)
             need = max(-(-ids.size // G) - len(match.pages), 0)
             if need > pool.num_free:
                 index.evict(need - pool.num_free)
@@ -122,11 +124,12 @@ def test_references_add_up_after_any_history(seed: int) -> None:
                     pool.release(page)
                 continue
             pages = match.pages + pool.allocate(need)
-            full = ids.size // G
+            full, tail = divmod(int(rng.integers(0, ids.size + 1)), G)
             if lineage is not None:
-                index.remember(lineage, salt=None, ids=ids, pages=pages[:full], versions=np.full(full * G, epoch))
+                held = pages[: full + (tail > 0)]
+                index.remember(lineage, salt=None, ids=ids, pages=held, versions=np.full(full * G + tail, epoch))
             elif match.spans in ((), ((0, epoch),)):
-                index.publish(ids, pages[:full], salt=None)
+                index.publish(ids, pages[:full], salt=None, tail_page=pages[full] if tail else None, tail_tokens=tail)
             running.append(pages)
         elif choice < 0.85 and running:
             for page in running.pop(int(rng.integers(len(running)))):
@@ -153,3 +156,42 @@ def test_run_lengths_and_their_expansion_are_inverse() -> None:
     assert run_lengths(versions) == ((0, 0), (3, 2), (5, 5), (6, 0))
     assert np.array_equal(expand_spans(run_lengths(versions), 7), versions)
     assert run_lengths(_ids()) == ()
+
+
+def test_a_tail_hits_by_its_longest_common_head_and_is_copied() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    ids = np.arange(11)
+    pages = pool.allocate(3)
+    index.publish(ids, pages[:2], salt=None, tail_page=pages[2], tail_tokens=3)
+    for prompt, copied in ((np.arange(20), 3), (np.arange(10), 1), (np.array([*range(10), 77, 78]), 2), (np.array([*range(8), 77]), 0)):
+        match = index.match(prompt, salt=None, lineage=None, oldest_version=0, at_most=99)
+        assert match.pages == pages[:2] and match.copied == copied
+        assert match.copy_from == (pages[2] if copied else None)
+        assert match.spans == ((0, 0),)
+        for page in [*match.pages, *([] if match.copy_from is None else [match.copy_from])]:
+            pool.release(page)
+    short = index.match(np.arange(20), salt=None, lineage=None, oldest_version=0, at_most=9)
+    assert len(short.pages) == 2 and short.copied == 1
+    index.check_integrity()
+
+
+def test_a_lineages_partial_page_is_copied_too() -> None:
+    pool = PagePool(16, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    pages = pool.allocate(2)
+    index.remember("a", salt=None, ids=np.arange(7), pages=pages, versions=np.array([0, 0, 0, 0, 1, 1, 1]))
+    index.start_epoch(2)
+    match = index.match(np.arange(20), salt=None, lineage="a", oldest_version=0, at_most=99)
+    assert (match.pages, match.copy_from, match.copied, match.spans) == (pages[:1], pages[1], 3, ((0, 0), (4, 1)))
+    nothing = index.match(np.arange(20), salt=None, lineage="a", oldest_version=1, at_most=99)
+    assert nothing.pages == [] and nothing.copy_from is None
+
+
+def test_no_root_outlives_its_entries() -> None:
+    pool = PagePool(8, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    for number in range(50):
+        _stored(pool, index, np.arange(8), salt=str(number))
+        index.evict(8)
+    assert pool.num_free == 8 and not index._roots

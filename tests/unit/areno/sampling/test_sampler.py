@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
+from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams, Sampler, combine
 from areno.sampling.variant import Variant
 
-PLAIN = Variant(noise=True, temperature=True, stop_mask=False, slots=False)
+PLAIN = Variant(noise=True, temperature=True)
 FULL = Variant(noise=True, temperature=True, stop_mask=True, slots=True)
 
 
@@ -24,11 +26,16 @@ def _lanes(
     values = [temperature] * count if isinstance(temperature, float) else temperature
     return LaneParams(
         temperature=torch.tensor(values),
+        top_k=torch.zeros(count, dtype=torch.int32),
+        top_p=torch.ones(count),
+        min_p=torch.zeros(count),
         seeds=torch.arange(count),
         positions=torch.full((count,), 11, dtype=torch.int32),
         stop_ids=stops,
         stop_wait=torch.full((count,), stop_wait, dtype=torch.int32),
+        slots=torch.full((count,), -1),
         forced=torch.full((count,), forced, dtype=torch.int32),
+        tables=SlotTables(num_slots=1, vocab_size=512, max_forced=4, device=torch.device("cpu")),
     )
 
 
@@ -42,12 +49,7 @@ def _draw(logits: torch.Tensor, lanes: LaneParams, variant: Variant = FULL, vali
 
 def test_logprobs_are_of_the_tempered_logits_and_neither_raw_nor_divided() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(4, 1)
-    lanes = LaneParams(
-        **{
-            **{name: getattr(_lanes(4, temperature=0.5), name) for name in LaneParams.__slots__},
-            "forced": torch.arange(4, dtype=torch.int32),
-        }
-    )
+    lanes = dataclasses.replace(_lanes(4, temperature=0.5), forced=torch.arange(4, dtype=torch.int32))
     drawn = _draw(logits, lanes)
     assert drawn.token.tolist() == [0, 1, 2, 3]
     assert np.allclose(drawn.logprob, [-0.145078, -2.145078, -4.145078, -6.145078], atol=1e-5)
@@ -123,7 +125,7 @@ def test_forced_ids_win_over_draw_and_mask_in_every_shard() -> None:
 def test_a_plain_lane_has_the_same_bits_in_every_variant() -> None:
     logits = torch.randn(8, 264)
     lanes = _lanes(8)
-    base = _draw(logits, lanes, Variant(noise=True, temperature=False, stop_mask=False, slots=False))
+    base = _draw(logits, lanes, Variant(noise=True, temperature=False))
     for variant in (PLAIN, FULL, Variant(noise=True, temperature=False, stop_mask=True, slots=True)):
         other = _draw(logits, lanes, variant)
         assert (

@@ -1,0 +1,168 @@
+"""A pool too small for everybody: preempted requests end with the tokens, numbers and reasons of a large pool's run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno import FinishKind
+from tests.engine_runs import Output, assert_idle, make_engine, random_prompt, reference_gap, request, run
+from tests.fixtures_models import reference_logprobs, reference_model, write_checkpoint
+
+PATHS = pytest.mark.parametrize("path", ["resident", "rebuilt"])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def _requests(count: int, budget: int, **params: Any) -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [request(n, random_prompt(rng, 14, 18), max_new_tokens=budget, seed=n, ignore_eos=True, **params) for n in range(count)]
+
+
+def _assert_same(found: dict[int, Output], expected: dict[int, Output]) -> None:
+    for number, output in expected.items():
+        other = found[number]
+        assert other.ids == output.ids and other.end.reason == output.end.reason
+        assert other.end.output_tokens == output.end.output_tokens and other.end.prompt_tokens == output.end.prompt_tokens
+        for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"):
+            assert np.allclose(getattr(other, name), getattr(output, name), atol=1e-4, equal_nan=True)
+
+
+@PATHS
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"min_new_tokens": 150, "stop_ids": [5, 6, 7, 8], "top_k": 30},
+    ],
+)
+def test_preemption_changes_no_token_number_or_reason(
+    llama: Path, path: str, run_ahead: int, prefix_cache: bool, params: dict[str, Any]
+) -> None:
+    settings = {"decode_tables": path, "run_ahead": run_ahead, "prefix_cache": prefix_cache}
+    ample = run(make_engine(llama, num_pages=200, **settings), _requests(4, 160, **params))
+    engine = make_engine(llama, num_pages=24, **settings)
+    tight = run(engine, _requests(4, 160, **params))
+    stats = engine.stats()
+    assert stats["preemptions"] >= 2 and stats["grown_pages"] > 0
+    _assert_same(tight, ample)
+    rebuilt = [output.end.kv_rebuilt_at for output in tight.values()]
+    assert any(rebuilt) and all(16 <= at < 180 for places in rebuilt for at in places)
+
+
+def test_long_budgets_do_not_reserve_what_they_may_never_use(llama: Path) -> None:
+    engine = make_engine(llama, num_pages=64, max_rows=8)
+    requests = _requests(8, 450)
+    for item in requests:
+        engine.submit(item)
+    for _ in range(10):
+        engine.step()
+    assert engine.stats()["running"] == 8
+
+
+@PATHS
+def test_a_preempted_request_that_is_cancelled_keeps_the_tokens_it_had(llama: Path, path: str) -> None:
+    engine = make_engine(llama, num_pages=14, decode_tables=path, run_ahead=1)
+    script: dict[int, list[Any]] = {}
+    cancelled = False
+
+    def cancel_waiting(e: Any) -> None:
+        nonlocal cancelled
+        waiting = [live for live in e._scheduler._waiting if live.rebuilt_at]
+        if waiting and not cancelled:
+            cancelled = e.cancel(waiting[0].request.request_id)
+
+    for step in range(1, 400):
+        script[step] = [cancel_waiting]
+    outputs = run(engine, _requests(4, 150), script=script)
+    assert cancelled and engine.stats()["preemptions"] > 0
+    ended = [output for output in outputs.values() if output.end.reason.kind is FinishKind.CANCELLED]
+    assert len(ended) == 1 and len(ended[0].ids) > 10
+    assert_idle(engine)
+
+
+def test_the_oldest_long_request_is_never_starved_by_later_short_ones(llama: Path) -> None:
+    engine = make_engine(llama, num_pages=20, max_rows=8)
+    rng = np.random.default_rng(2)
+    ends: list[int] = []
+    engine.submit(request(0, random_prompt(rng, 250, 251), max_new_tokens=30, ignore_eos=True, seed=0))
+    for number in range(1, 40):
+        engine.submit(request(number, random_prompt(rng, 10, 30), max_new_tokens=8, ignore_eos=True, seed=number))
+    while engine.has_work:
+        ends.extend(finished.request_id for finished in engine.step().finished)
+        engine.check_integrity()
+    assert ends.index(0) < 20
+
+
+def test_prompt_logprobs_survive_a_restarted_prefill(llama: Path) -> None:
+    engine = make_engine(llama, num_pages=16, max_prefill_tokens=16)
+    rng = np.random.default_rng(3)
+    scored = random_prompt(rng, 100, 101)
+    requests = [*_requests(3, 140), request(9, scored, max_new_tokens=3, prompt_logprobs_from=1)]
+    score = run(engine, requests)[9].prompt_score
+    assert score is not None
+    assert np.abs(score.raw_logprobs - reference_logprobs(reference_model(llama), scored)).max() < 1e-4
+
+
+@PATHS
+@pytest.mark.parametrize("size", [16, 21, 48])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_group_is_prefilled_once_and_each_member_equals_running_alone(llama: Path, path: str, size: int, run_ahead: int) -> None:
+    model = reference_model(llama)
+    prompt = random_prompt(np.random.default_rng(size), size, size + 1)
+    engine = make_engine(llama, decode_tables=path, run_ahead=run_ahead)
+    members = [
+        request(n, prompt, max_new_tokens=20, seed=100 + n, ignore_eos=True, group=5, repetition_penalty=1.1 if n == 3 else 1.0)
+        for n in range(6)
+    ]
+    outputs = run(engine, members, script={4: [lambda e: e.cancel(2)]})
+    stats = engine.stats()
+    assert stats["prefill_tokens"] == size and stats["forks"] == 5
+    assert len({tuple(outputs[n].ids) for n in range(6)}) == 6
+    for number, member in enumerate(members):
+        alone = run(make_engine(llama, decode_tables=path), [member])[number]
+        if number == 2:
+            assert outputs[2].end.reason.kind is FinishKind.CANCELLED and outputs[2].ids == alone.ids[: len(outputs[2].ids)]
+            continue
+        assert outputs[number].ids == alone.ids
+        assert np.allclose(outputs[number].logprobs, alone.logprobs, atol=1e-4)
+        assert reference_gap(model, prompt, outputs[number]) < 1e-4
+
+
+def test_group_members_without_a_row_are_ordinary_prefix_hits_later(llama: Path) -> None:
+    prompt = random_prompt(np.random.default_rng(7), 40, 41)
+    engine = make_engine(llama, max_rows=3)
+    outputs = run(engine, [request(n, prompt, max_new_tokens=6, seed=n, ignore_eos=True, group=1) for n in range(8)])
+    assert all(len(output.ids) == 6 for output in outputs.values())
+    assert engine.stats()["forks"] >= 2 and engine.stats()["prefill_tokens"] < 8 * 40 // 2
+
+
+def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_path: Path) -> None:
+    from tests.fixtures_models import checkpoint_tensors
+
+    newer = write_checkpoint(tmp_path / "newer", "llama", seed=1)
+    prompt = random_prompt(np.random.default_rng(8), 40, 41)
+    engine = make_engine(llama, max_rows=2)
+
+    def push(e: Any) -> None:
+        e.begin_update(None, version=1)
+        for name, tensor in checkpoint_tensors(newer).items():
+            e.stage(name, tensor)
+        e.commit_update()
+
+    members = [request(n, prompt, max_new_tokens=6, seed=n, ignore_eos=True, group=1) for n in range(6)]
+    outputs = run(engine, members, script={3: [push]})
+    models = {0: reference_model(llama), 1: reference_model(newer)}
+    pure = [n for n, output in outputs.items() if output.end.kv_spans == ((0, 1),)]
+    assert len(pure) >= 3
+    for number in pure:
+        assert set(outputs[number].versions) == {1} and reference_gap(models[1], prompt, outputs[number]) < 1e-4
