@@ -425,8 +425,6 @@ class Scheduler:
         short = False
         for place in sorted(np.flatnonzero(needy), key=lambda place: -scheduled[place]):
             live, known = lives[place], int(scheduled[place])
-            if live.phase is not Phase.RUNNING:
-                continue
             self._grow_row(live, known)
             # Where pages are on their way already, the row stalls until the launches in flight have been read.
             while live.phase is Phase.RUNNING and known > self._seats.covered[live.seat]:
@@ -439,6 +437,8 @@ class Scheduler:
                 self._grow_row(live, known + GROW_TOKENS)
 
     def _grow_row(self, live: LiveRequest, tokens: int) -> None:
+        if live.phase is not Phase.RUNNING:
+            return
         index = len(live.pages)
         pages = self._residency.grow(live, tokens)
         if pages.size:
