@@ -367,6 +367,15 @@ def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tupl
         return replace(StepOutput.empty(endings), prompt_scores=scores)
     if len(outputs) == 1:
         return replace(outputs[0], finished=endings, prompt_scores=scores)
-    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions", "kept_counts", "kept_ids")
+    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
     joined = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}
-    return StepOutput(**joined, finished=endings, prompt_scores=scores)
+    counts, ids = _join_kept(outputs)
+    return StepOutput(**joined, kept_counts=counts, kept_ids=ids, finished=endings, prompt_scores=scores)
+
+
+def _join_kept(outputs: list[StepOutput]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if all(output.kept_counts is None for output in outputs):
+        return None, None
+    nothing = np.zeros(0, dtype=np.int32)
+    counts = [np.zeros(output.token_ids.size, np.int32) if output.kept_counts is None else output.kept_counts for output in outputs]
+    return np.concatenate(counts), np.concatenate([nothing if output.kept_ids is None else output.kept_ids for output in outputs])

@@ -500,7 +500,8 @@ class StepOutput:
 
     Shapes: all arrays [n]. `logprobs` (of logits / temperature) and `raw_logprobs` (of the logits) are NaN where the
     request asked for none; `behaviour_logprobs` is NaN where it equals `logprobs`. `versions` is the version of
-    the forward that produced the token. `kept_counts` [n] cut `kept_ids`, the ids that the filters kept, into tokens.
+    the forward that produced the token. `kept_counts` [n] cut `kept_ids`, the ids that the filters kept, into tokens; both
+    are None where no token returns any.
     """
 
     request_ids: np.ndarray
@@ -509,8 +510,8 @@ class StepOutput:
     raw_logprobs: np.ndarray
     behaviour_logprobs: np.ndarray
     versions: np.ndarray
-    kept_counts: np.ndarray
-    kept_ids: np.ndarray
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
     finished: tuple[Finished, ...] = ()
     prompt_scores: tuple[PromptScore, ...] = ()
 
@@ -525,7 +526,5 @@ class StepOutput:
             raw_logprobs=f32,
             behaviour_logprobs=f32,
             versions=np.empty(0, np.int64),
-            kept_counts=np.empty(0, np.int32),
-            kept_ids=np.empty(0, np.int32),
             finished=finished,
         )

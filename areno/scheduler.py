@@ -569,12 +569,12 @@ class Scheduler:
         del self._live[live.request.request_id]
         self.counters[reason.kind.value] += 1
 
-    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None, bool]:
         """Return the kept sets of the lanes that want them, packed; a request whose set does not fit is marked as failed."""
-        counts = np.zeros(lanes.size, dtype=np.int32)
         wants = self._seats.wants_kept[seats]
         if result.kept_ids is None or result.kept_count is None or not wants.any():
-            return counts, np.zeros(0, dtype=np.int32), False
+            return None, None, False
+        counts = np.zeros(lanes.size, dtype=np.int32)
         found = result.kept_count[lanes]
         too_many = seats[wants & (found > MAX_KEPT)]
         for seat in too_many:

@@ -48,8 +48,10 @@ class Recorder:
         """Take one step's output."""
         names = ("token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
         assert {getattr(step, name).size for name in names} == {step.request_ids.size}
-        assert step.kept_counts.size == step.request_ids.size and step.kept_counts.sum() == step.kept_ids.size
-        kept = np.split(step.kept_ids, np.cumsum(step.kept_counts)[:-1])
+        counts = np.zeros(step.request_ids.size, np.int64) if step.kept_counts is None else step.kept_counts
+        kept_ids = np.zeros(0, np.int32) if step.kept_ids is None else step.kept_ids
+        assert counts.size == step.request_ids.size and counts.sum() == kept_ids.size
+        kept = np.split(kept_ids, np.cumsum(counts)[:-1])
         for place, request_id in enumerate(step.request_ids.tolist()):
             output = self.outputs[request_id]
             assert output.finished is None, f"request {request_id} got a token after its end"
