@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollout.errors import RolloutError, error_fields
 from rollout.service.host_link import HostLink
@@ -16,7 +17,15 @@ from rollout.wire.codec import Arrays, Packet
 from rollout.wire.messages import ErrorBody, Message, Op
 from rollout.wire.security import new_token
 
-Reply = Callable[[Session, Channel, Op, bytes, Mapping[str, object], Arrays | None], None]
+
+class Reply(Protocol):
+    """Sends a reply to a session."""
+
+    def __call__(
+        self, session: Session, channel: Channel, op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arrays | None = None
+    ) -> None: ...
+
+
 # Sees a successful answer before it is passed on; returns the fields to send instead, or None to leave them.
 OnResult = Callable[[Message], Mapping[str, object] | None]
 # The same for an error.
@@ -83,4 +92,4 @@ class Calls:
         for call in calls.values():
             body = ErrorBody.model_validate(error_fields(error))
             fields = call.on_error(body) if call.on_error is not None else None
-            self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields, None)
+            self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields)

@@ -74,7 +74,7 @@ class HostLink:
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
             "own_files": [str(path) for path in self._files],
-            "service_lock": str(state.announcement_path(address.text).with_suffix(".lock")),
+            "service_lock": str(state.lock_path(address)),
             "service_files": [str(path) for path in [*socket_files(address), state.announcement_path(address.text)]],
         }
         with os.fdopen(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:

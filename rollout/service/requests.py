@@ -36,14 +36,17 @@ SPARE_DEADLINES = 1024
 
 
 class Admission:
-    """What decides whether and when requests go to the engine; the front writes it, the request desk reads it."""
+    """What decides whether and when requests go to the engine: written by the front's parts, read by the request desk.
 
-    def __init__(self) -> None:
+    `refusal` gives the reason why nothing is taken at all, or None.
+    """
+
+    def __init__(self, refusal: Callable[[], RolloutError | None]) -> None:
+        self.refusal = refusal
         self.ready = False
         self.paused = False
         self.version = 0
         self.max_model_len: int | None = None
-        self.refusal: Callable[[], RolloutError | None] = lambda: None
 
     def open_for(self, record: Record) -> bool:
         """Tell whether the engine may have this record now."""
@@ -68,7 +71,7 @@ class RequestDesk:
 
     def _refuse(self, session: Session, request_id: bytes, error: RolloutError) -> None:
         self._ledger.refuse_at_door()
-        self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error), None)
+        self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error))
 
     def generate(self, session: Session, packet: Packet, fingerprint: bytes, now: float) -> None:
         """Take a generation, or refuse it with a typed error as its only reply."""
@@ -168,7 +171,7 @@ class RequestDesk:
             else:
                 self._streams.attach(record, offset)
             if error is not None:
-                self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error), None)
+                self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error))
 
     def acknowledge(self, session: Session, packet: Packet, seq: int) -> None:
         """Take acknowledgements of flushes and of endings."""
@@ -211,7 +214,7 @@ class RequestDesk:
         return {"cancelled": body.cancelled, "state": state}
 
     def _answer_cancel(self, session: Session, call_id: bytes, cancelled: bool, state: str) -> None:
-        self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state}, None)
+        self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state})
 
     def _end_here(self, record: Record, kind: str, detail: str | None) -> bool:
         """End a request that the engine does not have, or that a paused engine cannot end."""
@@ -261,7 +264,7 @@ class RequestDesk:
         self._streams.drop(record)
         self._ledger.refuse(record)
         if session is not None:
-            self._reply(session, Channel.DATA, Op.ERROR, record.request_id, error, None)
+            self._reply(session, Channel.DATA, Op.ERROR, record.request_id, error)
 
     def _finished(self, ending: HostEnding) -> None:
         record = self._ledger.by_engine_id(ending.engine_id)
