@@ -48,9 +48,11 @@ class Context:
 
     def __init__(self) -> None:
         self._context = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def _socket(self, kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets = [one for one in self._sockets if not one.closed] + [socket]
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -86,7 +88,10 @@ class Context:
 
     def close(self) -> None:
         """Close every socket left and the context. Blocks: at most the linger time."""
-        self._context.destroy(linger=LINGER_MS)
+        for socket in self._sockets:
+            socket.close(linger=LINGER_MS)
+        self._sockets.clear()
+        self._context.term()
 
 
 @contextmanager
