@@ -261,8 +261,7 @@ class EngineHost:
 
     def _abort(self, packet: Packet) -> None:
         assert isinstance(packet.body, WeightsUpdateRef)
-        for dropped in self._intake.abort(packet.body.update_id):
-            self._answer_staged(dropped)
+        self._intake.abort(packet.body.update_id)
         if packet.request_id != NO_REQUEST:
             self._outbox.reply(Op.DONE, packet.request_id, {})
 
