@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.agentic.tictactoe.env import Outcome
 from examples.agentic.tictactoe.report import HeldOut, LiveReport, Run, StepRecord, show, write_files
-from examples.agentic.tictactoe.reward import WinRate
+from examples.agentic.tictactoe.reward import Outcome, WinRate
 from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
 from examples.agentic.tiny_model.vocabulary import build_tokenizer
 from tests.unit.trainer_bridge.fakes import make_sample
