@@ -162,15 +162,17 @@ class IoThread:
 
     def _tick(self) -> float:
         now = time.monotonic()
-        lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
-        interval = min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + interval
+            self._next_heartbeat = now + self._heartbeat_s()
             if self._data.welcomed and not self._data.unsent:
                 self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
         if now - self._last_heard > self._timeout_s:
             self._fail_silent(now)
         return max(0.0, min(self._next_heartbeat - now, self._timeout_s / 4))
+
+    def _heartbeat_s(self) -> float:
+        lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
+        return min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
 
     def _fail_silent(self, now: float) -> None:
         def verdict(pending: Pending) -> RolloutError | None:
@@ -299,6 +301,8 @@ class IoThread:
         if link is self._data:
             resumed = self.welcome is not None
             self.welcome = body
+            # The lease is known only now; the heartbeat planned before may come after its end.
+            self._next_heartbeat = min(self._next_heartbeat, time.monotonic() + self._heartbeat_s())
             if self._control is None:
                 self._control = _Link(self._context.dealer(body.control_address, MAX_MESSAGE_BYTES))
                 self._control.queue.extend(self._waiting_for_control)

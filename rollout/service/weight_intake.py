@@ -118,11 +118,13 @@ class WeightIntake:
 
     def begin(self, update_id: str, version: int, manifest: Mapping[str, tuple[str, tuple[int, ...]]] | None, *, partial: bool) -> None:
         """Open an update. Raises: UpdateBusy, and what the engine refuses."""
-        from areno.weights.names import TensorSpec
-
         if self._update_id is not None:
             raise UpdateBusy(f"update {self._update_id} is open", value=self._update_id, remedy="commit or abort it first")
-        specs = None if manifest is None else {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in manifest.items()}
+        specs = None
+        if manifest is not None:
+            from areno.weights.names import TensorSpec
+
+            specs = {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in manifest.items()}
         self._engine.begin_update(specs, version=version, partial=partial)
         self._update_id = update_id
 

@@ -181,6 +181,14 @@ def test_heartbeats_answered_keep_a_long_wait_alive(front: ScriptedFront, pool: 
         assert future.result(5).ids.tolist() == [9]
 
 
+def test_the_first_heartbeat_comes_within_a_lease_that_is_shorter_than_the_time_out(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    future = pool.submit(connect, front.address, timeout_s=60.0)
+    front.welcome(front.expect(Op.HELLO), lease_s=0.4)
+    with future.result(5):
+        for _ in range(3):
+            front.expect(Op.HEARTBEAT, timeout_s=0.4)
+
+
 def test_a_service_of_another_protocol_version_is_named_at_connect(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
     future = pool.submit(connect, front.address, timeout_s=5.0)
     hello = front.expect(Op.HELLO)
