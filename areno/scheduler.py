@@ -123,7 +123,7 @@ class Scheduler:
         self._launches = 0
         self._launches_read = 0
         self._sparse_steps = 0
-        self._stuck: tuple[int, ...] | None = None
+        self._stuck: tuple[LiveRequest, tuple[int, ...]] | None = None
         self.counters: Counter[str] = Counter()
 
     @property
@@ -306,11 +306,12 @@ class Scheduler:
         """Admit the front of the queue if everything it needs is there; nobody overtakes it."""
         if not self._waiting:
             return False
-        state = (self._pool.num_free, self._rows.num_free, self._seats.num_free, self._slots.num_free, id(self._waiting[0]))
-        if state == self._stuck:
+        live = self._waiting[0]
+        free = (self._pool.num_free, self._rows.num_free, self._seats.num_free, self._slots.num_free)
+        if self._stuck is not None and self._stuck[0] is live and self._stuck[1] == free:
             return False
-        if not self._try_admit(self._waiting[0]):
-            self._stuck = state
+        if not self._try_admit(live):
+            self._stuck = live, free
             return False
         self._prefilling.append(self._waiting.popleft())
         return True
