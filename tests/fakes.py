@@ -302,6 +302,11 @@ class FakeEngine:
         self.abort_update()
 
 
+def code_that_makes(path: Any) -> bytes:
+    """Return bytes that would make a file if anything unpickled them; a pickle of protocol 0, written by hand."""
+    return f"cposix\nsystem\n(S'touch {path}'\ntR.".encode()
+
+
 class WireClient:
     """A client without any of the client's code: it sends and reads messages as they are on the wire."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import zmq
 
 from rollout.wire.codec import HEADER, PROTOCOL_VERSION, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, Op
-from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
+from tests.fakes import StreamReader, WireClient, code_that_makes, fake_ids, fake_service
 
 LEASE_S = 0.8
 LONG = 20_000
@@ -255,10 +254,7 @@ def test_a_client_that_stalls_shorter_than_its_lease_loses_nothing(client: Any) 
 def test_hostile_bytes_on_every_socket_run_nothing_and_disturb_nobody(client: Any, wire: WireClient, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {marker}",)
-
+    evil = code_that_makes(marker)
     draw = random.Random(0)
     neighbour = client.stream([1], max_new_tokens=250, seed=12)
     golden = [
@@ -267,9 +263,9 @@ def test_hostile_bytes_on_every_socket_run_nothing_and_disturb_nobody(client: An
     messages: list[list[bytes]] = [
         [],
         [b""],
-        [pickle.dumps(Evil())],
-        [golden[0], pickle.dumps(Evil())],
-        [golden[0], golden[1], pickle.dumps(Evil())],
+        [evil],
+        [golden[0], evil],
+        [golden[0], golden[1], evil],
     ]
     for _ in range(400):
         frames = [bytearray(frame) for frame in golden]
