@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -242,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, then show what came of it."""
     torch.set_num_threads(1)
     disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` blocks then end the service
     options = parse_options(arguments)
     with LiveReport(options.steps, quiet=options.json) as live:
         run = train(options, live)

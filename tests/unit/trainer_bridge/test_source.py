@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -215,9 +216,11 @@ def test_takers_that_give_up_at_any_moment_lose_no_group(play: Play) -> None:
     with make_source(range(200), play, max_ahead=4, poll_s=0.001) as source:
         taken: list[int] = []
         timeouts = 0
-        for turn in range(2000):
+        deadline = time.monotonic() + 60
+        for turn in itertools.count():
             if len(taken) == 200:
                 break
+            assert time.monotonic() < deadline, f"{len(taken)} groups after {turn} attempts"
             try:
                 taken += [group.index for group in source.next(2, timeout_s=(turn % 7) * 1e-4)]
             except RolloutShortfall:
