@@ -136,4 +136,10 @@ def test_the_final_table_has_a_row_for_every_step_of_a_short_run() -> None:
     show(Console(file=output, width=200), make_run(), [Path("curve.png")])
     text = output.getvalue()
     assert "40.0% before, 80.0% after" in text and "wrote curve.png" in text
-    assert all(f"{step}.0e-06 of {10 * (step - 1)}" in text for step in (2, 3))
+    assert all(f"{step}.0e-06" in text for step in (2, 3)) and "over 110 tokens" in text
+
+
+def test_the_table_fits_a_terminal_of_eighty_columns() -> None:
+    output = io.StringIO()
+    show(Console(file=output, width=80), make_run(), [])
+    assert "\u2026" not in output.getvalue()

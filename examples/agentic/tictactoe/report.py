@@ -139,15 +139,15 @@ COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
     ("cached\nshare", lambda row: f"{row.cached_share:.0%}"),
     ("policy\nversion", lambda row: str(row.version)),
     ("stale-\nness", lambda row: f"{row.staleness:.1f}"),
-    ("pause\nms", lambda row: f"{row.pause_ms:.1f}"),
-    ("max_logprob_gap\n(own version)", lambda row: f"{row.max_logprob_gap:.1e} of {row.gap_tokens}" if row.gap_tokens else "-"),
-    ("|log ratio|\n(older)", lambda row: f"{row.mean_abs_log_ratio:.3f}"),
+    ("pause\nms", lambda row: f"{row.pause_ms:.0f}"),
+    ("max_log-\nprob_gap", lambda row: f"{row.max_logprob_gap:.1e}" if row.gap_tokens else "-"),
+    ("|log\nratio|", lambda row: f"{row.mean_abs_log_ratio:.3f}"),
 )
 
 
 def step_table(rows: Sequence[StepRecord], *, title: str | None = None) -> Table:
     """Return the rows as a table."""
-    table = Table(title=title, header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, header_style="bold", box=SIMPLE_HEAD, padding=0)
     for name, _ in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -217,8 +217,8 @@ def show(console: Console, run: Run, files: Sequence[Path]) -> None:
     )
     if facts["gap_tokens"]:
         console.print(
-            f"largest |trainer - service| log-probability over {facts['gap_tokens']} tokens of the trainer's own version: "
-            f"{facts['max_logprob_gap']:.1e}"
+            f"max_logprob_gap between trainer and service: {facts['max_logprob_gap']:.1e}, "
+            f"over {facts['gap_tokens']} tokens of the trainer's own version"
         )
     console.print(
         f"{facts['steps']} steps, {facts['versions']} versions, {facts['tokens_per_s']:.0f} sampled tokens/s, {facts['seconds']:.0f} s"
