@@ -90,7 +90,7 @@ class Front:
         self._calls = Calls(self._link, self._outbound.reply)
         self._admission = Admission(self._refusal)
         self._requests = RequestDesk(
-            self._ledger, self._streams, self._sessions, self._link, self._calls, self._admission, self._outbound.reply
+            self._ledger, self._streams, self._sessions, self._link, self._calls, self._admission, self._outbound.reply, seed=config.seed
         )
         self._control = ControlDesk(self._link, self._calls, self._admission, self._sockets.state.next_version, self._published)
         self._admission.version = self._sockets.state.next_version()

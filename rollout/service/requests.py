@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import random
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -57,8 +58,20 @@ class RequestDesk:
     """Drives requests; see the module. Owns the held requests and the deadlines."""
 
     def __init__(
-        self, ledger: Ledger, streams: Streams, sessions: SessionBook, link: HostLink, calls: Calls, admission: Admission, reply: Reply
+        self,
+        ledger: Ledger,
+        streams: Streams,
+        sessions: SessionBook,
+        link: HostLink,
+        calls: Calls,
+        admission: Admission,
+        reply: Reply,
+        *,
+        seed: int | None,
     ) -> None:
+        # A service that was given a seed draws the same seeds for requests that bring none, in the order they come.
+        draw = secrets.SystemRandom() if seed is None else random.Random(seed)
+        self._draw_seed = lambda: draw.getrandbits(64)
         self._ledger, self._streams, self._sessions = ledger, streams, sessions
         self._link, self._calls, self._admission, self._reply = link, calls, admission, reply
         self._held: dict[int, tuple[Mapping[str, object], Arrays]] = {}
@@ -87,7 +100,7 @@ class RequestDesk:
         if refusal is not None:
             self._refuse(session, packet.request_id, refusal)
             return
-        seed = secrets.randbits(64) if body.seed is None else body.seed
+        seed = self._draw_seed() if body.seed is None else body.seed
         prompt_tokens = int(packet.arrays["prompt_ids"].size)
         record = self._ledger.open(
             session.number, packet.request_id, fingerprint, prompt_tokens=prompt_tokens, max_new_tokens=budget, seed=seed, now=now

@@ -48,3 +48,13 @@ def test_a_lease_ends_unless_something_is_heard() -> None:
     assert book.expired(11.0) == []
     assert book.expired(11.5) == [loud]
     assert len(book) == 1
+
+
+def test_a_connection_that_says_hello_again_leaves_its_former_session() -> None:
+    book = SessionBook(1.0)
+    first = book.open("a", Channel.DATA, ROUTE, 0.0)
+    second = book.open("a", Channel.DATA, ROUTE, 0.0)
+    assert book.heard(Channel.DATA, ROUTE, 0.0) is second
+    assert first.routes == {}
+    book.close(first)
+    assert book.heard(Channel.DATA, ROUTE, 0.0) is second
