@@ -116,6 +116,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         fail_at_load: str | None = None,
         fail_at_step: int | None = None,
+        broken_stats: bool = False,
         **_: Any,
     ) -> None:
         time.sleep(load_s)
@@ -132,6 +133,7 @@ class FakeEngine:
             sampling_slots=self.info.sampling_slots,
         )
         self._step_s, self._tokens_per_step, self._fail_at_step = step_s, tokens_per_step, fail_at_step
+        self._broken_stats = broken_stats
         self._waiting: deque[_Row] = deque()
         self._running: dict[int, _Row] = {}
         self._ended: list[Finished] = []
@@ -290,7 +292,9 @@ class FakeEngine:
         return {name: int(tensor.view(np.uint32).astype(np.uint64).sum()) for name, tensor in self._weights.items()}
 
     def stats(self) -> dict[str, int | float]:
-        """Return gauges."""
+        """Return gauges; broken ones have a key that no message may have."""
+        if self._broken_stats:
+            return {1: 2}  # type: ignore[dict-item]
         return {"waiting": len(self._waiting), "running": len(self._running), "steps": self._steps, "version": self.version}
 
     def check_integrity(self) -> None:

@@ -97,8 +97,8 @@ class Connection:
         return known
 
     def _ended_meanwhile(self, pending: Pending) -> None:
-        """Fail what was posted while the I/O thread was ending and did not look any more."""
-        if self._io.closed is not None and not self._io.thread.is_alive() and not pending.done:
+        """Fail what was posted while the I/O thread was ending and may not look any more."""
+        if self._io.closed is not None and not pending.done:
             pending.error, pending.done = self._io.closed, True
 
     def abandon(self, record: StreamRecord) -> None:

@@ -277,7 +277,7 @@ class Front:
             if packet.op is Op.GENERATE:
                 generation = False
                 self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
-            else:
+            elif channel is Channel.DATA or not self._calls.is_open(session, request_id):
                 self._handlers[channel][packet.op](session, packet)
         except RolloutError as error:
             if generation:

@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from rollout.errors import HostFailed, RolloutError, error_fields
+from rollout.errors import HostFailed, InternalError, RolloutError, error_fields
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk
-from rollout.service.host_link import HostLink
+from rollout.service.host_link import BadMessage, HostLink
 from rollout.service.metrics import FrontMetrics
 from rollout.service.requests import Admission, RequestDesk
-from rollout.wire.codec import Packet
+from rollout.wire.codec import NO_REQUEST, Packet
 from rollout.wire.messages import EngineFacts, HostReady, Op
 from rollout.wire.messages import HostFailed as HostFailedBody
 
@@ -66,10 +66,22 @@ class Supervisor:
             packet = self._link.receive()
             if packet is None:
                 break
-            self._take(packet)
+            if isinstance(packet, BadMessage):
+                self._bad_message(packet)
+            else:
+                self._take(packet)
         status = self._link.exited()
         if status is not None:
             self._exited(status)
+
+    def _bad_message(self, bad: BadMessage) -> None:
+        """Fail the call that got a broken answer; a broken step has lost tokens, so its host cannot go on."""
+        log.error("the engine host sent what is no message: %s", bad.error)
+        if bad.call_id == NO_REQUEST:
+            self._cause = bad.error
+            self._link.kill()
+        else:
+            self._calls.fail(bad.call_id, InternalError(f"the engine host's answer is broken: {bad.error.what}", limit=bad.error.limit))
 
     def _take(self, packet: Packet) -> None:
         body = packet.body

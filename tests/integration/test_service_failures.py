@@ -310,3 +310,11 @@ def test_the_front_never_loads_torch_or_the_engine(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(out) == []
+
+
+def test_a_broken_answer_of_the_host_fails_only_its_call(tmp_path: Path) -> None:
+    with fake_service(tmp_path, engine_options={"broken_stats": True}) as client:
+        with pytest.raises(RolloutError, match="answer is broken") as broken:
+            client.stats()
+        assert broken.value.code == "internal_error"
+        assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()

@@ -189,6 +189,11 @@ def test_ids_of_requests_are_not_run_twice(client: Any) -> None:
     assert_reconciled(after)
 
 
+def test_the_longest_lineage_and_salt_reach_the_engine(client: Any) -> None:
+    generation = client.generate([1], max_new_tokens=2, seed=1, lineage="x" * 200, cache_salt="y" * 256, max_kv_lag=0)
+    assert generation.ids.tolist() == fake_ids(1, 2).tolist()
+
+
 def test_score_gives_the_engine_quantities_and_its_version(client: Any) -> None:
     score = client.score([1, 5, 9], temperature=1.0)
     assert np.array_equal(score.token_logprobs, fake_logprobs(np.array([5, 9]), 0))
