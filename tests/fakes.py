@@ -363,8 +363,14 @@ class WireClient:
         ids = np.frombuffer(b"".join(ended), np.uint8).reshape(-1, 16)
         self.send(Op.ACK, {"seq": packet.body.seq}, {"request_ids": ids})  # type: ignore[attr-defined]
 
-    def close(self) -> None:
+    def vanish(self) -> None:
         """Close without a word, as a lost connection does."""
+        self._context.close()
+
+    def close(self) -> None:
+        """End the session and close."""
+        if self.welcome is not None:
+            self.send(Op.GOODBYE, {}, request_id=bytes(16))
         self._context.close()
 
 

@@ -95,7 +95,6 @@ def test_cancel_before_the_request_was_read_ends_it(client: Any) -> None:
         assert [results[call] for call in calls] == [True, False], "the second one finds the first"
         assert reader.endings[request_id].kind == "cancelled"
     finally:
-        wire.send(Op.GOODBYE, {}, request_id=bytes(16))
         wire.close()
 
 

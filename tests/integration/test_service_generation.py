@@ -220,15 +220,6 @@ def test_a_deadline_ends_a_request_and_keeps_its_tokens(client: Any) -> None:
     assert 0.25 < time.monotonic() - began < 3.0
 
 
-def test_a_caller_that_is_busy_loses_nothing(client: Any) -> None:
-    stream = client.stream([1], max_new_tokens=400, seed=2)
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
-        pass
-    ids = [token for delta in stream for token in delta.ids.tolist()]
-    assert ids == fake_ids(2, 400).tolist()
-
-
 def test_an_idle_service_and_an_idle_client_do_not_spin(client: Any) -> None:
     import psutil
 

@@ -67,7 +67,7 @@ def test_a_new_connection_attaches_from_its_own_position_with_the_secret(client:
     request_id = first.generate(max_new_tokens=150, seed=4)
     while len(reader.ids.get(request_id, [])) < 20:
         reader.take(first.expect(Op.DELTAS))
-    first.close()
+    first.vanish()
     second = WireClient(client.address, session=first.welcome.session, secret=first.welcome.secret)
     have = len(reader.ids[request_id])
     arrays = {"request_ids": np.frombuffer(request_id, np.uint8).reshape(1, 16), "offsets": np.array([have], np.int64)}
@@ -103,7 +103,7 @@ def test_nobody_gets_at_a_session_without_its_secret(client: Any, wire: WireClie
     thief.send(Op.CANCEL, {"target": request_id})
     assert thief.expect(Op.ERROR).body.code == "no_session"  # type: ignore[attr-defined]
     thief.send(Op.HELLO, {"name": "thief"})
-    thief.expect(Op.WELCOME)
+    thief.welcome = thief.expect(Op.WELCOME).body
     thief.send(Op.CANCEL, {"target": request_id})
     result = thief.expect(Op.CANCEL_RESULT).body
     assert (result.cancelled, result.state) == (False, "unknown")  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def test_a_client_that_falls_silent_loses_its_requests_and_its_pause_with_its_le
     assert after["cancelled"] == before["cancelled"] + 1
     assert not after["paused"]
     assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
-    control.close()
+    control.vanish()
 
 
 def test_heartbeats_keep_a_session_and_name_its_unacknowledged_endings(client: Any, wire: WireClient) -> None:
@@ -197,6 +197,16 @@ def test_heartbeats_keep_a_session_and_name_its_unacknowledged_endings(client: A
     wire.send(Op.ACK, {"seq": 10}, {"request_ids": alive.arrays["request_ids"]})
     wire.send(Op.HEARTBEAT, {})
     assert wire.expect(Op.ALIVE).arrays["request_ids"].size == 0
+
+
+def test_a_caller_that_computes_for_longer_than_its_lease_loses_nothing(client: Any) -> None:
+    stream = client.stream([1], max_new_tokens=400, seed=2)
+    until = time.monotonic() + 3 * LEASE_S
+    while time.monotonic() < until:
+        pass
+    generation = list(stream)[-1].finished
+    assert generation.finish_reason.kind == "length"
+    assert generation.ids.tolist() == fake_ids(2, 400).tolist()
 
 
 CLIENT_PROCESS = """
