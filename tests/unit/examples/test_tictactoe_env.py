@@ -13,6 +13,8 @@ import pytest
 from examples.agentic.tictactoe.env import LINES, MARKS, Board, Game, TicTacToe, parse_move
 from examples.agentic.tictactoe.reward import Outcome
 
+AN_EPISODE: Any = SimpleNamespace()
+
 
 def a_turn(text: str) -> Any:
     """Stand in for a sampled turn, of which the environment reads the text alone."""
@@ -146,7 +148,7 @@ def test_an_episode_is_a_series_of_user_messages_that_ends_with_its_score() -> N
             step = await env.step(a_turn(moves.choice([square for square in board if square.isdigit()])))
             if step.done:
                 assert not step.messages
-                return shown, env.outcome, await env.score(SimpleNamespace())  # type: ignore[arg-type]
+                return shown, env.outcome, await env.score(AN_EPISODE)
             assert [message["role"] for message in step.messages] == ["user"]
             shown += [message["content"] for message in step.messages]
 
@@ -165,6 +167,6 @@ def test_an_episode_that_a_limit_ended_scores_as_an_illegal_move() -> None:
     async def cut_off() -> tuple[float, Outcome | None]:
         env = TicTacToe()
         await env.reset(0)
-        return await env.score(SimpleNamespace()), env.outcome  # type: ignore[arg-type]
+        return await env.score(AN_EPISODE), env.outcome
 
     assert asyncio.run(cut_off()) == (-0.5, Outcome.ILLEGAL)
