@@ -30,7 +30,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     out = tmp_path_factory.mktemp("demo")
-    short = ["--steps", "3", "--episodes", "32", "--group-size", "4", "--held-out", "60", "--seed", "3"]
+    short = ["--steps", "3", "--episodes", "16", "--group-size", "4", "--held-out", "45", "--seed", "3"]
     result = run_demo("--json", "--out", str(out), *short)
     assert result.returncode == 0, result.stderr[-3000:]
     (line,) = result.stdout.splitlines()
@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 def test_the_line_has_the_figures_and_they_are_of_a_run_that_happened(finished: tuple[dict[str, Any], str, Path]) -> None:
     facts, _, _ = finished
-    assert (facts["steps"], facts["versions"], facts["held_out_games"], facts["seed"]) == (3, 4, 60, 3)
+    assert (facts["steps"], facts["versions"], facts["held_out_games"], facts["seed"]) == (3, 4, 45, 3)
     assert 0.15 < facts["win_rate_first"] < 0.6 and 0.1 < facts["illegal_rate_first"] < 0.45
     assert 0 < facts["win_rate_last"] < 1 and facts["tokens_per_s"] > 0 and facts["seconds"] > 0
     assert 0.3 < facts["cached_share"] < 1 and 0 < facts["staleness"] <= 1 and facts["pause_ms"] > 0
