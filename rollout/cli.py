@@ -86,9 +86,9 @@ def serve(
     def on_event(event: str, fields: Mapping[str, object]) -> None:
         if as_json:
             _print_json({"event": event, **fields})
-        elif event == "ready":
+        if event == "ready":
             argument = json.dumps(fields["address"]) if address or state_dir else ""
-            print(SNIPPET.format(address=fields["address"], argument=argument), flush=True)
+            print(SNIPPET.format(address=fields["address"], argument=argument), file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:
         error = run_service(ServiceConfig.from_fields(options), on_event)

@@ -40,7 +40,8 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   ├── WeightsUnchanged                   weights_unchanged
     │   ├── WeightsChanged                     weights_changed       a restore brought other weights
     │   └── WeightsFileRefused                 weights_file_refused
-    └── EngineFailure (RuntimeError)           engine_failure
+    ├── EngineFailure (RuntimeError)           engine_failure
+    └── InternalError (RuntimeError)           internal_error        a bug; the cause's type and text
 """
 
 from __future__ import annotations
@@ -297,6 +298,12 @@ class EngineFailure(RolloutError, RuntimeError):
     code = "engine_failure"
 
 
+class InternalError(RolloutError, RuntimeError):
+    """Something that nobody foresaw; names the cause."""
+
+    code = "internal_error"
+
+
 def _tree(root: type[RolloutError]) -> dict[str, type[RolloutError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
@@ -332,10 +339,10 @@ def plain_value(value: object) -> bool | int | float | str | None:
 
 
 def error_fields(error: BaseException) -> dict[str, object]:
-    """Return the wire form of any exception; engine errors keep their code, strangers become `rollout_error`."""
+    """Return the wire form of any exception; engine errors keep their code, strangers become `internal_error`."""
     code = getattr(error, "code", None)
     if not isinstance(code, str) or not hasattr(error, "what"):
-        return {"code": "engine_failure", "what": plain_text(f"{type(error).__name__}: {error}")}
+        return {"code": "internal_error", "what": plain_text(f"{type(error).__name__}: {error}")}
     fields: dict[str, object] = {"code": code, "what": plain_text(str(error.what))}
     for name in ("field", "limit", "remedy"):
         text = getattr(error, name, None)

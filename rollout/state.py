@@ -1,7 +1,8 @@
 """The state folder: where services announce themselves, hold their locks and remember version numbers.
 
-    <state>/services/<name>.json     announcement of a running service: address, pid, incarnation, model
-    <state>/services/<name>.lock     held (flock) for as long as the service runs; the kernel drops it with the process
+    <state>/services/<name>.json     announcement of a running service: address, lock, pid, incarnation, model
+    <state>/services/<name>.lock     held (flock) while a tcp service runs; the kernel drops it with the process
+    <socket>.lock                    the same for a local socket, beside it, so that two state folders cannot share one
     <state>/versions.json            the next weight version; numbers only grow, across restarts
     <state>/run/                     local sockets, mode 0700
     <state>/weights/                 the default weights folder
@@ -16,7 +17,6 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import platformdirs
 import xxhash
 
 from rollout.errors import AddressInUse, InvalidConfig, NoService
-from rollout.wire.security import MAX_IPC_PATH, Address
+from rollout.wire.security import Address
 
 STATE_VARIABLE = "ARENO_STATE_DIR"
 APP = "areno-rollout"
@@ -83,6 +83,7 @@ class Announcement:
     """What a running service says about itself in the state folder."""
 
     address: str
+    lock: str
     pid: int
     incarnation: str
     model: str
@@ -116,14 +117,18 @@ class StateFolder:
         """Return the file that announces the service of this address."""
         return self.services / f"{self._name(address)}.json"
 
-    def lock(self, address: str) -> FileLock:
+    def lock_path(self, address: Address) -> Path:
+        """Return the file whose lock owns an address."""
+        return Path(f"{address.path}.lock") if address.path else self.services / f"{self._name(address.text)}.lock"
+
+    def lock(self, address: Address) -> FileLock:
         """Return the held lock of an address. Raises: AddressInUse."""
-        lock = FileLock(self.services / f"{self._name(address)}.lock")
+        lock = FileLock(self.lock_path(address))
         if not lock.acquire():
             raise AddressInUse(
-                f"address {address} is in use",
+                f"address {address.text} is in use",
                 field="address",
-                value=address,
+                value=address.text,
                 limit=f"a running service holds {lock.path}",
                 remedy="stop it, connect to it with rollout.connect(), or choose another --address",
             )
@@ -139,12 +144,13 @@ class StateFolder:
         """Return the announcements of services that hold their lock."""
         found = []
         for path in sorted(self.services.glob("*.json")):
-            lock = FileLock(path.with_suffix(".lock"))
-            if lock.acquire():
-                lock.release()
-                continue
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(Announcement(**json.loads(path.read_text())))
+                announcement = Announcement(**json.loads(path.read_text()))
+                lock = FileLock(Path(announcement.lock))
+                if lock.acquire():
+                    lock.release()
+                else:
+                    found.append(announcement)
         return found
 
     def find(self) -> Announcement:
@@ -198,18 +204,3 @@ def remove_socket_files(address: Address) -> None:
     for path in socket_files(address):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-
-
-def host_socket_folder(run: Path) -> Path:
-    """Return a folder short enough for the engine host's own socket."""
-    assert len(str(run).encode()) < MAX_IPC_PATH, "checked with the address"
-    return run
-
-
-@contextlib.contextmanager
-def held(lock: FileLock) -> Iterator[FileLock]:
-    """Release an acquired lock at the end of a block."""
-    try:
-        yield lock
-    finally:
-        lock.release()

@@ -18,6 +18,11 @@ import numpy as np
 
 from areno.errors import DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
 from areno.request import Finished, FinishKind, FinishReason, Request, RequestLimits, StepOutput, check_request, resolve_stop_ids
+from rollout.client.local import LocalService
+from rollout.wire.codec import Packet, decode, encode
+from rollout.wire.messages import CLIENT_REPLIES, DATA_REQUESTS, Op
+from rollout.wire.security import new_token
+from rollout.wire.transport import Context, Poller, Sent
 
 VOCABULARY = 256
 EOS_ID = 2
@@ -111,6 +116,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         fail_at_load: str | None = None,
         fail_at_step: int | None = None,
+        broken_stats: bool = False,
         **_: Any,
     ) -> None:
         time.sleep(load_s)
@@ -127,6 +133,7 @@ class FakeEngine:
             sampling_slots=self.info.sampling_slots,
         )
         self._step_s, self._tokens_per_step, self._fail_at_step = step_s, tokens_per_step, fail_at_step
+        self._broken_stats = broken_stats
         self._waiting: deque[_Row] = deque()
         self._running: dict[int, _Row] = {}
         self._ended: list[Finished] = []
@@ -285,7 +292,9 @@ class FakeEngine:
         return {name: int(tensor.view(np.uint32).astype(np.uint64).sum()) for name, tensor in self._weights.items()}
 
     def stats(self) -> dict[str, int | float]:
-        """Return gauges."""
+        """Return gauges; broken ones have a key that no message may have."""
+        if self._broken_stats:
+            return {1: 2}  # type: ignore[dict-item]
         return {"waiting": len(self._waiting), "running": len(self._running), "steps": self._steps, "version": self.version}
 
     def check_integrity(self) -> None:
@@ -295,3 +304,179 @@ class FakeEngine:
     def close(self) -> None:
         """Drop everything."""
         self.abort_update()
+
+
+def code_that_makes(path: Any) -> bytes:
+    """Return bytes that would make a file if anything unpickled them; a pickle of protocol 0, written by hand."""
+    return f"cposix\nsystem\n(S'touch {path}'\ntR.".encode()
+
+
+class WireClient:
+    """A client without any of the client's code: it sends and reads messages as they are on the wire."""
+
+    def __init__(self, address: str, *, session: bytes | None = None, secret: bytes | None = None, hello: bool = True) -> None:
+        self._context = Context()
+        self._peer = self._context.dealer(address, 2**26)
+        self._poller = Poller([self._peer])
+        self.welcome: Any = None
+        if hello:
+            fields = {"name": "wire", "session": session, "secret": secret}
+            self.send(Op.HELLO, fields)
+            packet = self.receive()
+            assert packet is not None, "no answer to HELLO"
+            self.welcome = packet.body
+
+    def send(
+        self, op: Op, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None, request_id: bytes | None = None
+    ) -> bytes:
+        """Send a message; returns its request id."""
+        request_id = request_id or new_token()
+        self.send_frames(encode(op, request_id, fields, arrays))
+        return request_id
+
+    def send_frames(self, frames: Sequence[Any]) -> None:
+        """Send any frames."""
+        assert self._peer.send(list(frames)) is Sent.OK, "no room to send"
+
+    def generate(self, prompt: Sequence[int] = (1, 2, 3), request_id: bytes | None = None, **fields: object) -> bytes:
+        """Send a generation; returns its request id."""
+        return self.send(Op.GENERATE, fields, {"prompt_ids": np.array(prompt, np.int32)}, request_id)
+
+    def receive(self, timeout_s: float = 5.0) -> Packet | None:
+        """Return the next message, or None after the time-out."""
+        if not self._poller.wait(timeout_s):
+            return None
+        incoming = self._peer.receive()
+        return decode(incoming.frames, CLIENT_REPLIES) if incoming is not None else None
+
+    def expect(self, op: Op, timeout_s: float = 5.0) -> Packet:
+        """Return the next message of this operation, skipping others."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            packet = self.receive(left)
+            if packet is not None and packet.op is op:
+                return packet
+        raise AssertionError(f"no {op.name} within {timeout_s} s")
+
+    def acknowledge(self, packet: Packet, ended: Sequence[bytes] = ()) -> None:
+        """Acknowledge a flush and endings."""
+        ids = np.frombuffer(b"".join(ended), np.uint8).reshape(-1, 16)
+        self.send(Op.ACK, {"seq": packet.body.seq}, {"request_ids": ids})  # type: ignore[attr-defined]
+
+    def vanish(self) -> None:
+        """Close without a word, as a lost connection does."""
+        self._context.close()
+
+    def close(self) -> None:
+        """End the session and close."""
+        if self.welcome is not None:
+            self.send(Op.GOODBYE, {}, request_id=bytes(16))
+        self._context.close()
+
+
+class StreamReader:
+    """Puts the flushes of a `WireClient` together again and checks offsets and endings on the way."""
+
+    def __init__(self) -> None:
+        self.ids: dict[bytes, list[int]] = {}
+        self.endings: dict[bytes, Any] = {}
+        self.flushes = 0
+
+    def take(self, packet: Packet) -> list[bytes]:
+        """Take a flush; returns the ids of requests that ended with it."""
+        arrays, at, ended = packet.arrays, 0, []
+        self.flushes += 1
+        endings = {ending.index: ending for ending in packet.body.finished}  # type: ignore[attr-defined]
+        for index, row in enumerate(arrays["request_ids"]):
+            request_id, count = row.tobytes(), int(arrays["counts"][index])
+            tokens = self.ids.setdefault(request_id, [])
+            offset = int(arrays["offsets"][index])
+            assert offset <= len(tokens), "a gap"
+            assert request_id not in self.endings or not count, "tokens after the ending"
+            fresh = arrays["token_ids"][at : at + count].tolist()[len(tokens) - offset :]
+            tokens.extend(fresh)
+            at += count
+            if index in endings:
+                assert request_id not in self.endings, "a second ending"
+                self.endings[request_id] = endings[index]
+                ended.append(request_id)
+        return ended
+
+    def read(self, client: WireClient, wanted: Sequence[bytes], timeout_s: float = 20.0) -> None:
+        """Read and acknowledge until all of these ended."""
+        deadline = time.monotonic() + timeout_s
+        while not all(request_id in self.endings for request_id in wanted):
+            packet = client.expect(Op.DELTAS, deadline - time.monotonic())
+            client.acknowledge(packet, self.take(packet))
+
+
+class ScriptedFront:
+    """The service's end of the data socket, played by a test: it says what the test tells it to."""
+
+    def __init__(self, folder: Any) -> None:
+        self.address = f"ipc://{folder}/scripted"
+        self._context = Context()
+        self._router = self._context.router(self.address, 2**26)
+        self._control = self._context.router(f"{self.address}.control", 2**26)
+        self._poller = Poller([self._router])
+        self.incarnation, self.session, self.secret = new_token(), new_token(), new_token()
+        self.route = b""
+
+    def expect(self, op: Op, timeout_s: float = 5.0) -> Packet:
+        """Return the next message of this operation, skipping others."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if self._poller.wait(left):
+                incoming = self._router.receive()
+                assert incoming is not None
+                self.route = incoming.route
+                packet = decode(incoming.frames, DATA_REQUESTS)
+                if packet.op is op:
+                    return packet
+        raise AssertionError(f"no {op.name} within {timeout_s} s")
+
+    def send(self, op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Send to the client that spoke last."""
+        assert self._router.send(self.route, encode(op, request_id, fields, arrays)) is Sent.OK
+
+    def send_frames(self, frames: Sequence[Any]) -> None:
+        """Send any frames."""
+        assert self._router.send(self.route, list(frames)) is Sent.OK
+
+    def welcome(self, hello: Packet, lease_s: float = 30.0) -> None:
+        """Answer a HELLO."""
+        fields = {
+            "incarnation": self.incarnation,
+            "session": self.session,
+            "secret": self.secret,
+            "lease_s": lease_s,
+            "control_address": self._control.address,
+            "max_message_bytes": 2**26,
+        }
+        self.send(Op.WELCOME, hello.request_id, fields)
+
+    def deltas(self, request_id: bytes, offset: int, ids: Sequence[int], *, seq: int, kind: str | None = None) -> None:
+        """Send tokens of one stream, with its ending if a kind is given."""
+        tokens = np.array(ids, np.int32)
+        finished = [] if kind is None else [{"index": 0, "kind": kind, "output_tokens": offset + len(ids), "prompt_tokens": 1}]
+        arrays = {
+            "request_ids": np.frombuffer(request_id, np.uint8).reshape(1, 16),
+            "offsets": np.array([offset], np.int64),
+            "counts": np.array([len(ids)], np.int32),
+            "token_ids": tokens,
+            "logprobs": fake_logprobs(tokens, 0),
+            "raw_logprobs": fake_logprobs(tokens, 0),
+            "version_values": np.array([0] if len(ids) else [], np.int64),
+            "version_counts": np.array([len(ids)] if len(ids) else [], np.int64),
+        }
+        self.send(Op.DELTAS, bytes(16), {"seq": seq, "finished": finished}, arrays)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.close()
+
+
+def fake_service(folder: Any, *, timeout_s: float = 10.0, engine_options: Mapping[str, Any] | None = None, **options: Any) -> LocalService:
+    """Return a service of real processes around a `FakeEngine`; `folder` serves as the model folder."""
+    every = {"engine": "tests.fakes:FakeEngine", "engine_options": dict(engine_options or {}), **options}
+    return LocalService(str(folder), start_timeout_s=30.0, timeout_s=timeout_s, options=every)

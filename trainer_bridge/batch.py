@@ -278,6 +278,17 @@ class LogprobGap:
     mean_other: float
     num_other: int
 
+    @classmethod
+    def merged(cls, parts: Sequence[LogprobGap]) -> LogprobGap:
+        """Return the gap over the tokens of all parts, for example a step's micro-batches."""
+        num_other = sum(part.num_other for part in parts)
+        return cls(
+            max_exact=max((part.max_exact for part in parts), default=0.0),
+            num_exact=sum(part.num_exact for part in parts),
+            mean_other=sum(part.mean_other * part.num_other for part in parts) / max(1, num_other),
+            num_other=num_other,
+        )
+
 
 def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch) -> LogprobGap:
     """Compare the trainer's log-probabilities with those that the rollout reported (`logprobs_ST`)."""

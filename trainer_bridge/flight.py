@@ -33,19 +33,28 @@ class SourceOptions:
     group_size: int
     max_staleness: int
     max_ahead: int
+    fresh_groups: int
     min_valid_members: int
     max_attempts: int
     epochs: int | None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            value, least = getattr(self, name), 0 if name == "max_staleness" else 1
+            value, least = getattr(self, name), 0 if name in ("max_staleness", "fresh_groups") else 1
             if name == "epochs" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidOption(
                     f"{name}={value!r}", field=name, value=value, limit=f"an integer of at least {least}", remedy=f"raise {name}"
                 )
+        if self.fresh_groups > self.max_ahead:
+            raise InvalidOption(
+                f"fresh_groups={self.fresh_groups}",
+                field="fresh_groups",
+                value=self.fresh_groups,
+                limit=f"at most max_ahead={self.max_ahead}",
+                remedy="lower it",
+            )
         if self.min_valid_members > self.group_size:
             raise InvalidOption(
                 f"min_valid_members={self.min_valid_members}",
@@ -203,8 +212,12 @@ class GroupFlight(Generic[P]):
         """Start groups up to the limit, prompts that run again first."""
         if self._closed or self._given_up is not None:
             return
-        # Under staleness 0 a group that starts while the trainer works is stale by the time it is taken.
-        limit = min(self._options.max_ahead, self._waiting_for) if self._options.max_staleness == 0 else self._options.max_ahead
+        limit = self._options.max_ahead
+        if self._options.max_staleness == 0:
+            # A group that starts while the trainer works is stale by the time it is taken.
+            limit = min(limit, self._waiting_for)
+        elif not self._waiting_for:
+            limit -= self._options.fresh_groups
         while len(self._in_flight) + len(self._ready) < limit:
             if self._again:
                 task = self._again.popleft()

@@ -35,6 +35,7 @@ class RolloutSource(Generic[P]):
     `version()` returns the trainer's current weight version without blocking, for example `lambda: push.version`.
     `max_staleness`: a group whose oldest sampled token is more than that many versions old when it is taken is dropped,
     counted, and its prompt runs again; with 0 nothing runs unless a `next` waits. `max_ahead`: groups in flight or ready.
+    `fresh_groups`: of these, how many start only when a `next` waits, so that each step has tokens of the newest weights.
     `min_valid_members`: a group with fewer trainable members counts as failed (default: 2, or 1 for groups of one).
     A prompt that failed `max_attempts` times makes `next` raise; it stays queued. `safe_point`, if given, is called in the
     caller's thread when `next` starts and every `poll_s` seconds while it waits: the place for weights that are asked for.
@@ -50,6 +51,7 @@ class RolloutSource(Generic[P]):
         version: Callable[[], int],
         max_staleness: int = 1,
         max_ahead: int = 8,
+        fresh_groups: int = 0,
         min_valid_members: int | None = None,
         max_attempts: int = 3,
         epochs: int | None = 1,
@@ -61,6 +63,7 @@ class RolloutSource(Generic[P]):
             group_size=group_size,
             max_staleness=max_staleness,
             max_ahead=max_ahead,
+            fresh_groups=fresh_groups,
             min_valid_members=min(2, group_size) if min_valid_members is None else min_valid_members,
             max_attempts=max_attempts,
             epochs=epochs,

@@ -34,6 +34,7 @@ _HOME = {
     "ToolBox": "rollout.agent.tools",
     "ToolCall": "rollout.agent.tools",
     "ToolError": "rollout.agent.tools",
+    "ToolLimits": "rollout.agent.tools",
     "ToolResult": "rollout.agent.tools",
     "Turn": "rollout.agent.turn",
     "TurnRecord": "rollout.agent.record",

@@ -21,6 +21,7 @@ from rollout.client.operations import Operation
 from rollout.client.parameters import GenerationOptions, Ids, prepare
 from rollout.client.pending import StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
+from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -109,11 +110,14 @@ class Client:
         Returns for stop, length, cancelled and expired. An interrupt cancels the request.
         Raises: InvalidRequest and its kind, Unavailable and its kind, RequestFailed.
         """
-        record = self._connection.submit(prepare(prompt_ids, options))
+        prepared = prepare(prompt_ids, options)
         try:
+            record = self._connection.submit(prepared)
             wait_blocking(record)
+        except RolloutError:
+            raise
         except BaseException:
-            self._connection.abandon(record)
+            self._connection.cancel(prepared.request_id)
             raise
         return record.result()
 

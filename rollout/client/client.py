@@ -118,11 +118,14 @@ class AsyncClient:
         Returns for stop, length, cancelled and expired. A cancelled await cancels the request.
         Raises: InvalidRequest and its kind, Unavailable and its kind, RequestFailed.
         """
-        record = self._connection.submit(prepare(prompt_ids, options))
+        prepared = prepare(prompt_ids, options)
         try:
+            record = self._connection.submit(prepared)
             await wait_async(record)
+        except RolloutError:
+            raise
         except BaseException:
-            self._connection.abandon(record)
+            self._connection.cancel(prepared.request_id)
             raise
         return record.result()
 

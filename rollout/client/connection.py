@@ -97,14 +97,19 @@ class Connection:
         return known
 
     def _ended_meanwhile(self, pending: Pending) -> None:
-        """Fail what was posted while the I/O thread was ending and did not look any more."""
-        if self._io.closed is not None and not self._io.thread.is_alive() and not pending.done:
+        """Fail what was posted while the I/O thread was ending and may not look any more."""
+        if self._io.closed is not None and not pending.done:
             pending.error, pending.done = self._io.closed, True
 
     def abandon(self, record: StreamRecord) -> None:
         """Cancel a generation that nobody waits for any more; idempotent, never raises."""
-        if not record.done and os.getpid() == self._pid:
-            self._io.cancel(record.request_id)
+        if not record.done:
+            self.cancel(record.request_id)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ask for a generation's end without waiting; no effect on one that ended, was never sent, or in a forked child."""
+        if os.getpid() == self._pid:
+            self._io.cancel(request_id)
 
     def close(self) -> None:
         """End the session. Blocks: until the I/O thread ended, a few seconds at most. No effect in a forked child."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+import socket
 import threading
 import time
 from collections import deque
@@ -61,9 +61,10 @@ class IoThread:
         self.streams: dict[bytes, StreamRecord] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        # Sockets rather than a pipe: once closed they refuse, while a closed descriptor's number may be somebody else's.
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
         self.connected = Pending(NO_REQUEST, [], time.monotonic())
         self.closed: RolloutError | None = None
         self.welcome: Welcome | None = None
@@ -82,8 +83,8 @@ class IoThread:
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the I/O thread soon."""
         self._commands.append(command)
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"\0")
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"\0")
 
     def submit(self, record: StreamRecord) -> None:
         """Send a generation that is in `streams` already."""
@@ -119,7 +120,7 @@ class IoThread:
             self._data = _Link(context.dealer(self.address, MAX_MESSAGE_BYTES))
             self._control: _Link | None = None
             self._context = context
-            self._poller = Poller([self._data.peer, self._wake_read])
+            self._poller = Poller([self._data.peer, self._wake_in.fileno()])
             self._hello(self._data)
             self._loop()
         except Exception as broken:
@@ -130,6 +131,8 @@ class IoThread:
         self._commands_after_end(error)
         self._post_to_loops()
         context.close()
+        self._wake_in.close()
+        self._wake_out.close()
 
     def _commands_after_end(self, error: RolloutError) -> None:
         """Let commands that came too late fail like the rest."""
@@ -146,9 +149,9 @@ class IoThread:
             if now - before - timeout_s > SUSPENSION_S:
                 self._last_heard += now - before - timeout_s
             before = now
-            if self._wake_read in ready:
+            if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 65536)
+                    self._wake_in.recv(65536)
             while self._commands:
                 self._commands.popleft()()
             for link in (self._data, self._control):
@@ -162,15 +165,17 @@ class IoThread:
 
     def _tick(self) -> float:
         now = time.monotonic()
-        lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
-        interval = min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + interval
+            self._next_heartbeat = now + self._heartbeat_s()
             if self._data.welcomed and not self._data.unsent:
                 self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
         if now - self._last_heard > self._timeout_s:
             self._fail_silent(now)
         return max(0.0, min(self._next_heartbeat - now, self._timeout_s / 4))
+
+    def _heartbeat_s(self) -> float:
+        lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
+        return min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
 
     def _fail_silent(self, now: float) -> None:
         def verdict(pending: Pending) -> RolloutError | None:
@@ -299,6 +304,8 @@ class IoThread:
         if link is self._data:
             resumed = self.welcome is not None
             self.welcome = body
+            # The lease is known only now; the heartbeat planned before may come after its end.
+            self._next_heartbeat = min(self._next_heartbeat, time.monotonic() + self._heartbeat_s())
             if self._control is None:
                 self._control = _Link(self._context.dealer(body.control_address, MAX_MESSAGE_BYTES))
                 self._control.queue.extend(self._waiting_for_control)
@@ -307,8 +314,16 @@ class IoThread:
             if resumed:
                 self._resume_streams()
             self._end(self.connected)
+        self._resend_calls(link)
         while link.queue:
             self._send_now(link, link.queue.popleft())
+
+    def _resend_calls(self, link: _Link) -> None:
+        """Send open calls of this socket again: data calls are idempotent, the front ignores a control call that is open there."""
+        queued = {id(frames) for frames in (*link.queue, *self._waiting_for_control)}
+        for call, control in self._calls.values():
+            if control == (link is self._control) and id(call.frames) not in queued:
+                self._send_now(link, call.frames)
 
     def _resume_streams(self) -> None:
         """Continue every stream on the new connection: from its own position, or by its idempotent request."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -132,10 +132,14 @@ def _ticket(packet: Packet) -> UpdateTicket:
 
 
 def weights_begin(
-    manifest: Mapping[str, Mapping[str, object]] | None, *, trainer_step: int | None, restore: int | None, partial: bool
+    manifest: Mapping[str, Mapping[str, Any]] | None, *, trainer_step: int | None, restore: int | None, partial: bool
 ) -> Operation[UpdateTicket]:
     """Open an update."""
-    specs = None if manifest is None else {name: {"dtype": spec["dtype"], "shape": list(spec["shape"])} for name, spec in manifest.items()}  # type: ignore[call-overload]
+    specs = (
+        None
+        if manifest is None
+        else {name: {"dtype": spec["dtype"], "shape": [int(dim) for dim in spec["shape"]]} for name, spec in manifest.items()}
+    )
     fields = {"manifest": specs, "trainer_step": trainer_step, "restore": restore, "partial": partial}
     return Operation(op=Op.WEIGHTS_BEGIN, read=_ticket, fields=fields, control=True)
 

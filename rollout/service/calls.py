@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollout.errors import RolloutError, error_fields
 from rollout.service.host_link import HostLink
@@ -16,7 +17,15 @@ from rollout.wire.codec import Arrays, Packet
 from rollout.wire.messages import ErrorBody, Message, Op
 from rollout.wire.security import new_token
 
-Reply = Callable[[Session, Channel, Op, bytes, Mapping[str, object], Arrays | None], None]
+
+class Reply(Protocol):
+    """Sends a reply to a session."""
+
+    def __call__(
+        self, session: Session, channel: Channel, op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arrays | None = None
+    ) -> None: ...
+
+
 # Sees a successful answer before it is passed on; returns the fields to send instead, or None to leave them.
 OnResult = Callable[[Message], Mapping[str, object] | None]
 # The same for an error.
@@ -42,6 +51,10 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def is_open(self, session: Session, request_id: bytes) -> bool:
+        """Tell whether this call of a session still waits for the host; a resumed client sends such calls again."""
+        return any(call.session is session and call.request_id == request_id for call in self._open.values())
 
     def pass_on(
         self,
@@ -77,10 +90,19 @@ class Calls:
             op = call.result_op or op
         self._reply(call.session, call.channel, op, call.request_id, packet.body.model_dump() if fields is None else fields, packet.arrays)
 
+    def fail(self, call_id: bytes, error: RolloutError) -> None:
+        """Answer one call with an error."""
+        call = self._open.pop(call_id, None)
+        if call is not None:
+            self._fail(call, error)
+
     def fail_all(self, error: RolloutError) -> None:
         """Answer every open call with an error."""
         calls, self._open = self._open, {}
         for call in calls.values():
-            body = ErrorBody.model_validate(error_fields(error))
-            fields = call.on_error(body) if call.on_error is not None else None
-            self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields, None)
+            self._fail(call, error)
+
+    def _fail(self, call: _Call, error: RolloutError) -> None:
+        body = ErrorBody.model_validate(error_fields(error))
+        fields = call.on_error(body) if call.on_error is not None else None
+        self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields)

@@ -22,6 +22,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ from rollout.wire.transport import Context, Peer, Poller
 log = logging.getLogger("rollout.engine_host")
 MAX_INBOUND_PER_TURN = 512
 EXIT_LOAD_FAILED = 3
+LOCK_WAIT_S = 2.0
 EXIT_ENGINE_FAILED = 4
 
 
@@ -261,8 +263,7 @@ class EngineHost:
 
     def _abort(self, packet: Packet) -> None:
         assert isinstance(packet.body, WeightsUpdateRef)
-        for dropped in self._intake.abort(packet.body.update_id):
-            self._answer_staged(dropped)
+        self._intake.abort(packet.body.update_id)
         if packet.request_id != NO_REQUEST:
             self._outbox.reply(Op.DONE, packet.request_id, {})
 
@@ -274,8 +275,11 @@ def remove_leftovers(config: HostConfig) -> None:
     """Remove this host's files, and the service's sockets unless another front holds their lock already."""
     lock = FileLock(Path(config.service_lock))
     alone = False
+    # The kernel closes a dead process's files one by one: our pipe may be closed a moment before its lock.
+    deadline = time.monotonic() + LOCK_WAIT_S
     with contextlib.suppress(OSError):
-        alone = lock.acquire()
+        while not (alone := lock.acquire()) and time.monotonic() < deadline:
+            time.sleep(LOCK_WAIT_S / 40)
     for path in [*config.own_files, *(config.service_files if alone else [])]:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -16,12 +16,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import ServiceConfig
-from rollout.errors import WireError
+from rollout.errors import RolloutError
 from rollout.state import socket_files
-from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
+from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
 from rollout.wire.messages import HOST_REPLIES, Op
 from rollout.wire.security import parse_address
 from rollout.wire.transport import Context, Peer, Poller, Sent
@@ -30,6 +31,14 @@ log = logging.getLogger("rollout.front")
 LAST_WORDS_S = 0.1
 # A link carries whole prompts and steps of a trusted process; the limit only stops a runaway.
 LINK_MESSAGE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class BadMessage:
+    """A message of the host that is none; `call_id` is zeros if it answered no call."""
+
+    call_id: bytes
+    error: RolloutError
 
 
 class HostLink:
@@ -74,7 +83,7 @@ class HostLink:
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
             "own_files": [str(path) for path in self._files],
-            "service_lock": str(state.announcement_path(address.text).with_suffix(".lock")),
+            "service_lock": str(state.lock_path(address)),
             "service_files": [str(path) for path in [*socket_files(address), state.announcement_path(address.text)]],
         }
         with os.fdopen(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -107,28 +116,35 @@ class HostLink:
             self._unsent.popleft()
         self._poller.watch(self._peer, writable=bool(self._unsent))
 
-    def receive(self) -> Packet | None:
-        """Return the host's next message, or None. Raises: WireError."""
+    def receive(self) -> Packet | BadMessage | None:
+        """Return the host's next message, or None."""
         incoming = self._peer.receive() if self._peer is not None else None
         if incoming is None:
             return None
-        if not incoming.whole:
-            raise WireError("the engine host sent too many frames")
-        return decode(incoming.frames, HOST_REPLIES)
+        call_id = NO_REQUEST
+        try:
+            call_id = read_header(incoming.frames[0]).request_id
+            return decode(incoming.frames, HOST_REPLIES)
+        except RolloutError as error:
+            return BadMessage(call_id, error)
 
     def exited(self) -> int | None:
         """Return the exit status of a host that ended, None while it runs or none was started."""
         return self._process.poll() if self._process is not None else None
+
+    def kill(self) -> None:
+        """End a host that cannot be trusted any more; its exit is noticed as any other."""
+        if self._process is not None:
+            self._process.kill()
 
     def last_words(self) -> list[Packet]:
         """Return what an ended host still sent. Blocks: a moment, for what is under way inside the socket."""
         packets: list[Packet] = []
         waiting = Poller([self._peer]) if self._peer is not None else None
         while waiting is not None and waiting.wait(LAST_WORDS_S):
-            with contextlib.suppress(WireError):
-                packet = self.receive()
-                if packet is not None:
-                    packets.append(packet)
+            packet = self.receive()
+            if isinstance(packet, Packet):
+                packets.append(packet)
         return packets
 
     def clear(self) -> None:

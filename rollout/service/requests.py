@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import random
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -36,14 +37,17 @@ SPARE_DEADLINES = 1024
 
 
 class Admission:
-    """What decides whether and when requests go to the engine; the front writes it, the request desk reads it."""
+    """What decides whether and when requests go to the engine: written by the front's parts, read by the request desk.
 
-    def __init__(self) -> None:
+    `refusal` gives the reason why nothing is taken at all, or None.
+    """
+
+    def __init__(self, refusal: Callable[[], RolloutError | None]) -> None:
+        self.refusal = refusal
         self.ready = False
         self.paused = False
         self.version = 0
         self.max_model_len: int | None = None
-        self.refusal: Callable[[], RolloutError | None] = lambda: None
 
     def open_for(self, record: Record) -> bool:
         """Tell whether the engine may have this record now."""
@@ -54,8 +58,20 @@ class RequestDesk:
     """Drives requests; see the module. Owns the held requests and the deadlines."""
 
     def __init__(
-        self, ledger: Ledger, streams: Streams, sessions: SessionBook, link: HostLink, calls: Calls, admission: Admission, reply: Reply
+        self,
+        ledger: Ledger,
+        streams: Streams,
+        sessions: SessionBook,
+        link: HostLink,
+        calls: Calls,
+        admission: Admission,
+        reply: Reply,
+        *,
+        seed: int | None,
     ) -> None:
+        # A service that was given a seed draws the same seeds for requests that bring none, in the order they come.
+        draw = secrets.SystemRandom() if seed is None else random.Random(seed)
+        self._draw_seed = lambda: draw.getrandbits(64)
         self._ledger, self._streams, self._sessions = ledger, streams, sessions
         self._link, self._calls, self._admission, self._reply = link, calls, admission, reply
         self._held: dict[int, tuple[Mapping[str, object], Arrays]] = {}
@@ -68,7 +84,7 @@ class RequestDesk:
 
     def _refuse(self, session: Session, request_id: bytes, error: RolloutError) -> None:
         self._ledger.refuse_at_door()
-        self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error), None)
+        self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error))
 
     def generate(self, session: Session, packet: Packet, fingerprint: bytes, now: float) -> None:
         """Take a generation, or refuse it with a typed error as its only reply."""
@@ -84,7 +100,7 @@ class RequestDesk:
         if refusal is not None:
             self._refuse(session, packet.request_id, refusal)
             return
-        seed = secrets.randbits(64) if body.seed is None else body.seed
+        seed = self._draw_seed() if body.seed is None else body.seed
         prompt_tokens = int(packet.arrays["prompt_ids"].size)
         record = self._ledger.open(
             session.number, packet.request_id, fingerprint, prompt_tokens=prompt_tokens, max_new_tokens=budget, seed=seed, now=now
@@ -168,7 +184,7 @@ class RequestDesk:
             else:
                 self._streams.attach(record, offset)
             if error is not None:
-                self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error), None)
+                self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error))
 
     def acknowledge(self, session: Session, packet: Packet, seq: int) -> None:
         """Take acknowledgements of flushes and of endings."""
@@ -211,7 +227,7 @@ class RequestDesk:
         return {"cancelled": body.cancelled, "state": state}
 
     def _answer_cancel(self, session: Session, call_id: bytes, cancelled: bool, state: str) -> None:
-        self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state}, None)
+        self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state})
 
     def _end_here(self, record: Record, kind: str, detail: str | None) -> bool:
         """End a request that the engine does not have, or that a paused engine cannot end."""
@@ -261,7 +277,7 @@ class RequestDesk:
         self._streams.drop(record)
         self._ledger.refuse(record)
         if session is not None:
-            self._reply(session, Channel.DATA, Op.ERROR, record.request_id, error, None)
+            self._reply(session, Channel.DATA, Op.ERROR, record.request_id, error)
 
     def _finished(self, ending: HostEnding) -> None:
         record = self._ledger.by_engine_id(ending.engine_id)

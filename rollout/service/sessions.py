@@ -99,6 +99,9 @@ class SessionBook:
         return session
 
     def _bind(self, session: Session, channel: Channel, route: bytes) -> None:
+        former = self._by_route.get((channel, route))
+        if former is not None and former is not session:
+            former.routes.pop(channel, None)
         session.routes[channel] = route
         self._by_route[(channel, route)] = session
 

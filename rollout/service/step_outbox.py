@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.errors import error_fields
+from rollout.errors import error_fields, plain_text
 from rollout.wire.codec import NO_REQUEST, Frame, encode
 from rollout.wire.messages import Op
 from rollout.wire.transport import Peer, Sent
@@ -37,7 +37,7 @@ def ending_fields(ending: Finished) -> dict[str, object]:
         "cached_tokens": ending.cached_tokens,
         "seed": ending.seed,
         "stop_id": ending.reason.stop_id,
-        "detail": ending.reason.detail,
+        "detail": None if ending.reason.detail is None else plain_text(ending.reason.detail),
         "kv_spans": [[int(start), int(version)] for start, version in ending.kv_spans],
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,7 +93,12 @@ class StagedFile:
 @dataclass(frozen=True, slots=True)
 class _Job:
     call_id: bytes
-    steps: Iterator[None]
+    fd: int
+    steps: Generator[None, None, None]
+
+    def close(self) -> None:
+        self.steps.close()
+        os.close(self.fd)
 
 
 class WeightIntake:
@@ -103,19 +108,23 @@ class WeightIntake:
         self._engine, self._folder = engine, weights_dir
         self._update_id: str | None = None
         self._jobs: deque[_Job] = deque()
+        # Files whose staging ended with their update; `advance` reports them.
+        self._dropped: deque[StagedFile] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether `advance` has something to do."""
-        return bool(self._jobs)
+        return bool(self._jobs or self._dropped)
 
     def begin(self, update_id: str, version: int, manifest: Mapping[str, tuple[str, tuple[int, ...]]] | None, *, partial: bool) -> None:
         """Open an update. Raises: UpdateBusy, and what the engine refuses."""
-        from areno.weights.names import TensorSpec
-
         if self._update_id is not None:
             raise UpdateBusy(f"update {self._update_id} is open", value=self._update_id, remedy="commit or abort it first")
-        specs = None if manifest is None else {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in manifest.items()}
+        specs = None
+        if manifest is not None:
+            from areno.weights.names import TensorSpec
+
+            specs = {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in manifest.items()}
         self._engine.begin_update(specs, version=version, partial=partial)
         self._update_id = update_id
 
@@ -127,25 +136,22 @@ class WeightIntake:
         """Queue a file; `advance` stages it and reports. Raises: NoUpdate, WeightsFileRefused."""
         self._mine(update_id)
         fd = open_weights_file(self._folder, path, size)
-        self._jobs.append(_Job(call_id, self._stage(fd, path, size, xxh3)))
+        self._jobs.append(_Job(call_id, fd, self._stage(fd, path, size, xxh3)))
 
-    def _stage(self, fd: int, path: str, size: int, xxh3: str | None) -> Iterator[None]:
+    def _stage(self, fd: int, path: str, size: int, xxh3: str | None) -> Generator[None, None, None]:
+        if xxh3 is not None:
+            yield from self._check_hash(fd, path, size, xxh3)
+        from safetensors import SafetensorError, safe_open
+
         try:
-            if xxh3 is not None:
-                yield from self._check_hash(fd, path, size, xxh3)
-            from safetensors import SafetensorError, safe_open
+            with safe_open(f"/proc/self/fd/{fd}", framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                    self._engine.stage(name, file.get_tensor(name))
+                    yield
+        except SafetensorError as error:
+            raise _refused(path, f"it is no whole safetensors file: {error}", "write it with safetensors, then rename it") from None
 
-            try:
-                with safe_open(f"/proc/self/fd/{fd}", framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-                        self._engine.stage(name, file.get_tensor(name))
-                        yield
-            except SafetensorError as error:
-                raise _refused(path, f"it is no whole safetensors file: {error}", "write it with safetensors, then rename it") from None
-        finally:
-            os.close(fd)
-
-    def _check_hash(self, fd: int, path: str, size: int, xxh3: str) -> Iterator[None]:
+    def _check_hash(self, fd: int, path: str, size: int, xxh3: str) -> Generator[None, None, None]:
         digest, at = xxhash.xxh3_64(), 0
         while at < size:
             piece = os.pread(fd, HASH_PIECE_BYTES, at)
@@ -159,6 +165,8 @@ class WeightIntake:
 
     def advance(self) -> StagedFile | None:
         """Do one piece of the oldest job; return its end when it ended."""
+        if self._dropped:
+            return self._dropped.popleft()
         if not self._jobs:
             return None
         job = self._jobs[0]
@@ -170,7 +178,7 @@ class WeightIntake:
             pass
         except Exception as raised:
             error = raised
-        self._jobs.popleft()
+        self._jobs.popleft().close()
         return StagedFile(job.call_id, error)
 
     def commit(
@@ -197,19 +205,21 @@ class WeightIntake:
             self._engine.abort_update()
             raise
         finally:
-            self._update_id = None
+            self._close()
 
-    def abort(self, update_id: str) -> list[StagedFile]:
-        """Drop the update if it is this one; return the files whose staging ends with it."""
-        if update_id != self._update_id:
-            return []
-        dropped = [StagedFile(job.call_id, NoUpdate("the update was aborted", field="update_id", value=update_id)) for job in self._jobs]
-        for job in self._jobs:
-            job.steps.close()  # type: ignore[attr-defined]
-        self._jobs.clear()
+    def abort(self, update_id: str) -> None:
+        """Drop the update if it is this one; files that were being staged end with it."""
+        if update_id == self._update_id:
+            self._close()
+            self._engine.abort_update()
+
+    def _close(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            job.close()
+            error = NoUpdate("the update ended before this file was staged", field="update_id", value=self._update_id)
+            self._dropped.append(StagedFile(job.call_id, error))
         self._update_id = None
-        self._engine.abort_update()
-        return dropped
 
 
 def _canaries(ids: np.ndarray, counts: np.ndarray, logprobs: np.ndarray, temperatures: Sequence[float]) -> list[Any]:

@@ -1,8 +1,8 @@
 """Every operation of the protocol: its fields (pydantic, unknown ones refused) and its arrays.
 
-A closed list, read by the codec. Request ids are in the header, bulk numbers in array frames; the fields here are the
-small rest. Semantic limits that depend on the model (vocabulary, context) are the engine's to check; here a field has
-a type, a finite value and a size. Sockets take only the operations listed for them at the end.
+A closed list, read by the codec, and long for that reason. Request ids are in the header, bulk numbers in array frames;
+the fields here are the small rest. Semantic limits that depend on the model (vocabulary, context) are the engine's to
+check; here a field has a type, a finite value and a size. Sockets take only the operations listed for them at the end.
 """
 
 from __future__ import annotations
@@ -329,11 +329,18 @@ class HostFailed(Message):
     error: ErrorBody
 
 
+class SubmitParams(Generate):
+    """A generation as the front hands it on: the seed is drawn, the lineage carries its session."""
+
+    seed: Unsigned64
+    lineage: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
 class Submit(Message):
     """A request for the engine under the front's own number."""
 
     engine_id: Count
-    params: Generate
+    params: SubmitParams
 
 
 class HostEnding(Message):

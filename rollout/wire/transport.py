@@ -48,15 +48,19 @@ class Context:
 
     def __init__(self) -> None:
         self._context = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def _socket(self, kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets = [one for one in self._sockets if not one.closed] + [socket]
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        if kind != zmq.PAIR:
+            # A private link's other end is a watched process: while that is stopped, nothing may be taken for lost.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return socket
@@ -86,7 +90,10 @@ class Context:
 
     def close(self) -> None:
         """Close every socket left and the context. Blocks: at most the linger time."""
-        self._context.destroy(linger=LINGER_MS)
+        for socket in self._sockets:
+            socket.close(linger=LINGER_MS)
+        self._sockets.clear()
+        self._context.term()
 
 
 @contextmanager

@@ -6,22 +6,42 @@ import importlib
 
 import pytest
 
-ARENO = """
-    ArenoError Canary CheckpointError Engine EngineConfig EngineFailure EngineInfo FinishKind FinishReason Finished InvalidConfig
-    InvalidRequest Request RequestTooLong SamplingParams Score StepOutput TensorSpec UnsupportedModel UpdateReport WeightUpdateError
-"""
-PUBLIC = {"areno": ARENO.split()}
+PUBLIC = {
+    "areno": """
+        ArenoError Canary CheckpointError Engine EngineConfig EngineFailure EngineInfo FinishKind FinishReason Finished InvalidConfig
+        InvalidRequest Request RequestTooLong SamplingParams Score StepOutput TensorSpec UnsupportedModel UpdateReport WeightUpdateError
+    """,
+    "rollout": """
+        AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation LocalService RequestFailed
+        RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
+    """,
+    "rollout.agent": """
+        AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError
+        EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit PhaseTimeouts Progress Start Step TokenizerMismatch Tool
+        ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
+    """,
+    "trainer_bridge": """
+        Batch BridgeError GroupTask InvalidBatch InvalidOption InvalidSample InvalidState LogprobGap PolicyLoss PushError PushReport
+        PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed SourceStats TrainingSample TurnSpan
+        UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate each_member group_advantages logprob_gap
+        policy_loss sample_advantages samples_of token_logprobs
+    """,
+}
+
+
+def names(package: str) -> list[str]:
+    return PUBLIC[package].split()
 
 
 @pytest.mark.parametrize("package", sorted(PUBLIC))
 def test_the_public_list_is_the_committed_one(package: str) -> None:
-    assert sorted(importlib.import_module(package).__all__) == sorted(PUBLIC[package])
+    assert sorted(importlib.import_module(package).__all__) == sorted(names(package))
 
 
 @pytest.mark.parametrize("package", sorted(PUBLIC))
 def test_every_public_name_resolves(package: str) -> None:
     module = importlib.import_module(package)
-    for name in PUBLIC[package]:
+    for name in names(package):
         assert getattr(module, name) is not None
 
 
@@ -30,4 +50,4 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(package: str) 
     module = importlib.import_module(package)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'") as caught:
         module.Nonsense  # noqa: B018
-    assert PUBLIC[package][0] in str(caught.value)
+    assert names(package)[0] in str(caught.value)

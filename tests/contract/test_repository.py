@@ -27,7 +27,7 @@ UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marsha
 UNSAFE_BUILTINS = {"eval", "exec"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("yaml", "load"), ("pd", "read_pickle"), ("pandas", "read_pickle")}
 # The rest of multiprocessing hands its arguments over as pickles.
-SAFE_MULTIPROCESSING = {"multiprocessing.shared_memory", "multiprocessing.resource_tracker"}
+SAFE_MULTIPROCESSING = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
 
 
 def tracked_files() -> Iterator[Path]:
@@ -52,32 +52,34 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 def unsafe_uses(tree: ast.Module) -> Iterator[str]:
     """Name every import and call by which bytes could become code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "multiprocessing" else [node.module]
-        else:
-            names = []
-        for name in names:
-            if name.partition(".")[0] in UNSAFE_MODULES:
-                yield f"line {node.lineno}: import of {name}"
-            if name.partition(".")[0] == "multiprocessing" and name not in SAFE_MULTIPROCESSING:
-                yield f"line {node.lineno}: import of {name}"
-        if not isinstance(node, ast.Call):
-            continue
-        if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_BUILTINS:
-            yield f"line {node.lineno}: call of {node.func.id}"
-        if (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and (node.func.value.id, node.func.attr) in UNSAFE_CALLS
-        ):
-            yield f"line {node.lineno}: call of {node.func.value.id}.{node.func.attr}"
-        if any(
-            word.arg == "allow_pickle" and not (isinstance(word.value, ast.Constant) and word.value.value is False)
-            for word in node.keywords
-        ):
-            yield f"line {node.lineno}: allow_pickle"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (f"line {node.lineno}: import of {name}" for name in imported_names(node) if is_unsafe_module(name))
+        elif isinstance(node, ast.Call):
+            yield from (f"line {node.lineno}: {what}" for what in unsafe_parts(node))
+
+
+def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def is_unsafe_module(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top in UNSAFE_MODULES or (top == "multiprocessing" and not name.startswith(SAFE_MULTIPROCESSING))
+
+
+def unsafe_parts(call: ast.Call) -> Iterator[str]:
+    function = call.func
+    if isinstance(function, ast.Name) and function.id in UNSAFE_BUILTINS:
+        yield f"call of {function.id}"
+    if isinstance(function, ast.Attribute):
+        owner = ast.unparse(function.value)
+        if (owner, function.attr) in UNSAFE_CALLS:
+            yield f"call of {owner}.{function.attr}"
+    for word in call.keywords:
+        if word.arg == "allow_pickle" and not (isinstance(word.value, ast.Constant) and word.value.value is False):
+            yield "allow_pickle"
 
 
 @pytest.mark.parametrize("what", sorted(FORBIDDEN_TEXT))

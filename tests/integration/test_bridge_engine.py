@@ -142,6 +142,24 @@ def test_an_episode_that_keeps_its_cache_across_a_push_is_told_from_the_trainers
     assert gap.mean_other > TOLERANCE
 
 
+@pytest.mark.parametrize("cut", [1, 7, 19])
+def test_a_rollout_cut_by_an_update_is_one_row_with_both_versions(service: EngineWeights, model: Any, cut: int) -> None:
+    """Cut at 7 of 20: seven tokens of the old version keep their numbers, at most thirteen of the new one follow."""
+    prompt = random_prompt(np.random.default_rng(8), 20, 21)
+    first = generate(service.engine, prompt, seed=1, max_new_tokens=cut, ignore_eos=True)
+    old = sample_of([(prompt, first, 1.0)])
+    learn(model, play(service.engine, 2))
+    push = WeightPush(service, model)
+    push.push()
+    rest = generate(service.engine, [*prompt, *first.ids], seed=1, request_id=1, max_new_tokens=20 - cut, ignore_eos=True)
+    sample = sample_of([(prompt, first, 1.0), ([], rest, 1.0)])
+    assert sample.num_sampled == 20 and sample.versions[sample.mask].tolist() == [0] * cut + [1] * (20 - cut)
+    assert np.array_equal(sample.logprobs[20 : 20 + cut], old.logprobs[20:])
+    new, batch = trainer_logprobs(model, [sample], push.version)
+    gap = logprob_gap(new, batch)
+    assert (gap.num_exact, gap.num_other) == (20 - cut, cut) and gap.max_exact < TOLERANCE
+
+
 def test_a_reply_that_is_only_the_end_token_keeps_that_tokens_true_log_probability(service: EngineWeights, model: Any) -> None:
     prompt = random_prompt(np.random.default_rng(6), 10, 11)
     output: Output = generate(service.engine, prompt, forced_ids=[2], max_new_tokens=5)

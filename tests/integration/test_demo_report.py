@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.agentic.tictactoe.env import Outcome
 from examples.agentic.tictactoe.report import HeldOut, LiveReport, Run, StepRecord, show, write_files
-from examples.agentic.tictactoe.reward import WinRate
+from examples.agentic.tictactoe.reward import Outcome, WinRate
 from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
 from examples.agentic.tiny_model.vocabulary import build_tokenizer
 from tests.unit.trainer_bridge.fakes import make_sample
@@ -137,4 +136,10 @@ def test_the_final_table_has_a_row_for_every_step_of_a_short_run() -> None:
     show(Console(file=output, width=200), make_run(), [Path("curve.png")])
     text = output.getvalue()
     assert "40.0% before, 80.0% after" in text and "wrote curve.png" in text
-    assert all(f"{step}.0e-06 of {10 * (step - 1)}" in text for step in (2, 3))
+    assert all(f"{step}.0e-06" in text for step in (2, 3)) and "over 110 tokens" in text
+
+
+def test_the_table_fits_a_terminal_of_eighty_columns() -> None:
+    output = io.StringIO()
+    show(Console(file=output, width=80), make_run(), [])
+    assert "\u2026" not in output.getvalue()

@@ -180,9 +180,9 @@ def test_an_act_that_takes_too_long_is_cancelled_at_the_service(client: rollout.
 def test_an_episode_cancelled_in_the_middle_keeps_what_was_sampled(client: rollout.Client, folder: Path) -> None:
     async def play() -> Episode:
         episode = await client.aio.episode(messages=USER)
-        before = (await client.aio.stats())["engine"]["decode_tokens"]
+        before = (await client.aio.stats())["engine"]["sampled_tokens"]
         acting = asyncio.create_task(episode.act(max_new_tokens=400, ignore_eos=True))
-        while (await client.aio.stats())["engine"]["decode_tokens"] < before + 3:
+        while (await client.aio.stats())["engine"]["sampled_tokens"] < before + 3:
             await asyncio.sleep(0.005)
         await episode.cancel()
         turn = await acting

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,6 +27,7 @@ from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
 from trainer_bridge import LogprobGap, TrainingSample
 
 LIVE_ROWS = 10
+NARROWEST_LOG = 110
 SHOWN_EVERY = 14
 SHOWN_GAMES = 4
 
@@ -131,23 +133,23 @@ class Run:
 COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
     ("step", lambda row: str(row.step)),
     ("reward", lambda row: f"{row.reward:+.2f}"),
-    ("win rate", lambda row: f"{row.win_rate:.0%}"),
-    ("illegal", lambda row: f"{row.illegal_rate:.0%}"),
-    ("tokens/s", lambda row: f"{row.tokens_per_s:.0f}"),
-    ("cached", lambda row: f"{row.cached_share:.0%}"),
+    ("win\nrate", lambda row: f"{row.win_rate:.0%}"),
+    ("illegal\nmoves", lambda row: f"{row.illegal_rate:.0%}"),
+    ("tokens\n/s", lambda row: f"{row.tokens_per_s:.0f}"),
+    ("cached\nshare", lambda row: f"{row.cached_share:.0%}"),
     ("policy\nversion", lambda row: str(row.version)),
-    ("staleness", lambda row: f"{row.staleness:.1f}"),
-    ("pause\nms", lambda row: f"{row.pause_ms:.1f}"),
-    ("max_logprob_gap\n(own version)", lambda row: f"{row.max_logprob_gap:.1e} of {row.gap_tokens}" if row.gap_tokens else "-"),
-    ("mean |log ratio|\n(older)", lambda row: f"{row.mean_abs_log_ratio:.3f}"),
+    ("stale-\nness", lambda row: f"{row.staleness:.1f}"),
+    ("pause\nms", lambda row: f"{row.pause_ms:.0f}"),
+    ("max_log-\nprob_gap", lambda row: f"{row.max_logprob_gap:.1e}" if row.gap_tokens else "-"),
+    ("|log\nratio|", lambda row: f"{row.mean_abs_log_ratio:.3f}"),
 )
 
 
 def step_table(rows: Sequence[StepRecord], *, title: str | None = None) -> Table:
     """Return the rows as a table."""
-    table = Table(title=title, header_style="bold")
+    table = Table(title=title, header_style="bold", box=SIMPLE_HEAD, padding=0)
     for name, _ in COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(show(row) for _, show in COLUMNS))
     return table
@@ -161,6 +163,8 @@ class LiveReport:
 
     def __init__(self, steps: int, *, quiet: bool):
         self.console = Console(file=sys.stderr if quiet else sys.stdout)
+        if not self.console.is_terminal:
+            self.console.width = NARROWEST_LOG
         self.rows: list[StepRecord] = []
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -213,8 +217,8 @@ def show(console: Console, run: Run, files: Sequence[Path]) -> None:
     )
     if facts["gap_tokens"]:
         console.print(
-            f"largest |trainer - service| log-probability over {facts['gap_tokens']} tokens of the trainer's own version: "
-            f"{facts['max_logprob_gap']:.1e}"
+            f"max_logprob_gap between trainer and service: {facts['max_logprob_gap']:.1e}, "
+            f"over {facts['gap_tokens']} tokens of the trainer's own version"
         )
     console.print(
         f"{facts['steps']} steps, {facts['versions']} versions, {facts['tokens_per_s']:.0f} sampled tokens/s, {facts['seconds']:.0f} s"

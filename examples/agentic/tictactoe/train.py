@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import rollout
 from examples.agentic.tictactoe.env import TicTacToe
@@ -41,11 +44,13 @@ from trainer_bridge import (
     each_member,
     logprob_gap,
     policy_loss,
+    sample_advantages,
     samples_of,
     token_logprobs,
 )
 
 MAX_ANSWER_TOKENS = 4
+MICRO_BATCHES = 4
 CONCURRENT_HELD_OUT_GAMES = 64
 
 
@@ -112,8 +117,25 @@ class GameTable:
 
 def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the trainer's log-probability of each sampled token. Shapes: [S, T]."""
-    output = model(input_ids=batch.ids_ST, attention_mask=batch.attention_mask_ST, position_ids=batch.positions_ST, use_cache=False)
-    return token_logprobs(output.logits, batch)
+    # Padding lies to the right, where no token looks: the causal mask alone is right, and faster than an attention mask.
+    return token_logprobs(model(input_ids=batch.ids_ST, use_cache=False).logits, batch)
+
+
+def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[TrainingSample], version: int) -> LogprobGap:
+    """Take one policy-gradient step, in micro-batches of games of like length; return the log-probability gap before it."""
+    trained = sorted((sample for sample in samples if sample.is_trainable), key=len)
+    advantages = sample_advantages(trained)
+    num_tokens = sum(sample.num_sampled for sample in trained)
+    gaps = []
+    for part in np.array_split(np.arange(len(trained)), MICRO_BATCHES):
+        batch = collate([trained[place] for place in part], advantages[part], version=version)
+        new_logprobs = forward(model, batch)
+        policy_loss(new_logprobs, batch, num_tokens=num_tokens).loss.backward()
+        gaps.append(logprob_gap(new_logprobs, batch))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return LogprobGap.merged(gaps)
 
 
 def train(options: Options, live: LiveReport) -> Run:
@@ -140,19 +162,13 @@ def train(options: Options, live: LiveReport) -> Run:
             version=lambda: push.version,
             max_staleness=options.max_staleness,
             max_ahead=max(1, options.max_staleness) * groups,
+            fresh_groups=max(1, groups // 8),
         ) as source:
             for step in range(1, options.steps + 1):
                 step_started = time.monotonic()
                 taken = source.next(groups)
                 samples = [sample for group in taken for sample in group.samples]
-                batch = collate(samples, version=push.version)
-                new_logprobs = forward(model, batch)
-                outcome = policy_loss(new_logprobs, batch)
-                gap = logprob_gap(new_logprobs, batch)
-                optimizer.zero_grad()
-                outcome.loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                gap = learn(model, optimizer, samples, push.version)
                 report = push.push(trainer_step=step)
                 live.add(run.add(record(step, taken, gap, report, time.monotonic() - step_started), samples))
         live.phase(f"playing {options.held_out} held-out games with the final weights")
@@ -163,11 +179,17 @@ def train(options: Options, live: LiveReport) -> Run:
 
 
 def measure(model: torch.nn.Module, samples: Sequence[TrainingSample], version: int) -> HeldOut:
-    """Return how held-out games ended and how far the trainer's log-probabilities of their tokens are from the service's."""
+    """Return how held-out games ended and how far the trainer's log-probabilities of their tokens are from the service's.
+
+    Raises: RuntimeError when a game failed, since a win rate over fewer games would be another one.
+    """
+    failed = [sample.info.get("cause", str(sample.status)) for sample in samples if not sample.is_trainable]
+    if failed:
+        raise RuntimeError(f"{len(failed)} held-out games failed, first by {failed[0]}: there is no win rate to report")
     with torch.no_grad():
         batch = collate(samples, np.zeros(len(samples)), version=version)
         gap = logprob_gap(forward(model, batch), batch)
-    return HeldOut(version=version, rates=WinRate.of(sample.info["outcome"] for sample in samples if sample.is_trainable), gap=gap)
+    return HeldOut(version=version, rates=WinRate.of(sample.info["outcome"] for sample in samples), gap=gap)
 
 
 def record(step: int, groups: Sequence[RolloutGroup[int]], gap: LogprobGap, report: PushReport, seconds: float) -> StepRecord:
@@ -213,7 +235,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     for name in ("steps", "episodes", "group_size", "held_out"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
-    if options.group_size < 2 or options.episodes % options.group_size:
+    if options.group_size < 2 or options.episodes % options.group_size or options.episodes < MICRO_BATCHES:
         parser.error(f"--episodes {options.episodes} must be a multiple of --group-size {options.group_size}, which is at least 2")
     return options
 
@@ -221,6 +243,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, then show what came of it."""
     torch.set_num_threads(1)
+    disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` blocks then end the service
     options = parse_options(arguments)
     with LiveReport(options.steps, quiet=options.json) as live:
         run = train(options, live)

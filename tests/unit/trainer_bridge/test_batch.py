@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_bridge.fakes import TinyNet, failed_sample, make_sample
-from trainer_bridge.batch import Batch, collate, group_advantages, logprob_gap, policy_loss, sample_advantages, token_logprobs
+from trainer_bridge.batch import Batch, LogprobGap, collate, group_advantages, logprob_gap, policy_loss, sample_advantages, token_logprobs
 from trainer_bridge.errors import InvalidBatch
 from trainer_bridge.samples import SampleStatus, TrainingSample, TurnSpan
 
@@ -208,3 +208,30 @@ def test_the_gap_tells_the_trainers_own_tokens_from_older_ones() -> None:
     gap = logprob_gap(shifted, batch)
     assert (gap.num_exact, gap.num_other) == (2, 2)
     assert gap.max_exact == pytest.approx(0.001, rel=1e-2) and gap.mean_other == pytest.approx(0.5, rel=1e-4)
+
+
+def test_gaps_of_micro_batches_merge_into_that_of_the_whole() -> None:
+    samples = [make_sample(TURNS, seed=seed, member=seed, version=seed % 2, reward=float(seed)) for seed in range(6)]
+    parts = [collate(part, np.zeros(len(part)), version=1) for part in (samples[:1], samples[1:4], samples[4:])]
+    whole = collate(samples, np.zeros(6), version=1)
+    model = TinyNet().eval()
+    merged = LogprobGap.merged([logprob_gap(token_logprobs(model(part.ids_ST), part), part) for part in parts])
+    expected = logprob_gap(token_logprobs(model(whole.ids_ST), whole), whole)
+    assert (merged.num_exact, merged.num_other) == (expected.num_exact, expected.num_other) == (45, 45)
+    assert merged.max_exact == pytest.approx(expected.max_exact) and merged.mean_other == pytest.approx(expected.mean_other)
+
+
+@pytest.mark.parametrize("cuts", [(6,), (1, 6), (2, 3, 6)])
+def test_micro_batches_with_the_steps_token_count_add_up_to_its_gradient(cuts: tuple[int, ...]) -> None:
+    samples = [make_sample(TURNS[: 2 + 2 * (seed % 3)], seed=seed, member=seed, reward=float(seed)) for seed in range(6)]
+    advantages = sample_advantages(samples)
+    whole_loss, whole_gradient = loss_and_gradient(collate(samples))
+    model, loss, start = TinyNet().eval(), 0.0, 0
+    for end in cuts:
+        batch = collate(samples[start:end], advantages[start:end])
+        outcome = policy_loss(token_logprobs(model(batch.ids_ST), batch), batch, num_tokens=sum(sample.num_sampled for sample in samples))
+        outcome.loss.backward()
+        loss, start = loss + float(outcome.loss.detach()), end
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -127,6 +128,19 @@ def test_with_staleness_zero_nothing_runs_while_the_trainer_works(play: Play) ->
         assert source.stats().dropped_stale == 0
 
 
+def test_fresh_groups_start_only_when_a_next_waits(play: Play) -> None:
+    with make_source(range(8), play, max_ahead=4, fresh_groups=1) as source:
+        source.start()
+        wait_for(lambda: source.stats().ready == 3)
+        time.sleep(0.05)
+        assert len(play.started) == 3
+        play.version = 1
+        assert [(group.index, group.staleness) for group in source.next(4)] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+        wait_for(lambda: len(play.started) == 7)
+        time.sleep(0.05)
+        assert len(play.started) == 7
+
+
 def test_tokens_newer_than_the_trainers_version_are_an_error_after_a_grace(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_bridge.flight.VERSION_GRACE_S", 0.1)
     play.version = 3
@@ -202,9 +216,11 @@ def test_takers_that_give_up_at_any_moment_lose_no_group(play: Play) -> None:
     with make_source(range(200), play, max_ahead=4, poll_s=0.001) as source:
         taken: list[int] = []
         timeouts = 0
-        for turn in range(2000):
+        deadline = time.monotonic() + 60
+        for turn in itertools.count():
             if len(taken) == 200:
                 break
+            assert time.monotonic() < deadline, f"{len(taken)} groups after {turn} attempts"
             try:
                 taken += [group.index for group in source.next(2, timeout_s=(turn % 7) * 1e-4)]
             except RolloutShortfall:
@@ -378,7 +394,15 @@ def test_seeds_are_golden_and_differ_by_member_and_attempt() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("group_size", 0), ("max_staleness", -1), ("max_ahead", 0), ("max_attempts", True), ("epochs", 0), ("min_valid_members", 3)],
+    [
+        ("group_size", 0),
+        ("max_staleness", -1),
+        ("max_ahead", 0),
+        ("max_attempts", True),
+        ("epochs", 0),
+        ("min_valid_members", 3),
+        ("fresh_groups", 9),
+    ],
 )
 def test_options_outside_their_domain_are_refused_by_name(play: Play, option: str, value: int) -> None:
     with pytest.raises(InvalidOption) as caught:

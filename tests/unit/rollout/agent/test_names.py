@@ -9,7 +9,7 @@ import rollout.agent
 NAMES = """
     AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError
     EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit PhaseTimeouts Progress Start Step TokenizerMismatch Tool
-    ToolBox ToolCall ToolError ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
+    ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
 """
 PUBLIC = NAMES.split()
 

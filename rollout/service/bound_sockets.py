@@ -1,0 +1,67 @@
+"""What a service holds of the machine: its folders, its lock, its two sockets, its announcement.
+
+Made before an engine is loaded, so that an occupied address or a wrong folder is refused at once. Invariant: whoever
+holds the lock of a local address is the only one that binds it, since binding silently takes over a socket file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from rollout.config import ServiceConfig
+from rollout.errors import InvalidConfig, RolloutError
+from rollout.service.sessions import Channel
+from rollout.state import Announcement, FileLock, private_folder, remove_socket_files
+from rollout.wire.security import Address, check_bind_address, parse_address
+from rollout.wire.transport import Context
+
+
+class BoundSockets:
+    """The address and everything that can be refused before an engine is loaded: folders, lock, sockets."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        if not Path(config.model).is_dir():
+            raise InvalidConfig(
+                f"model {config.model!r} is not a folder", field="model", value=config.model, remedy="pass --model PATH of a model folder"
+            )
+        address = check_bind_address(str(config.address), insecure=config.insecure)
+        self.state = config.state.make()
+        private_folder(self.state.root / "run")
+        private_folder(Path(str(config.weights_dir)))
+        lock: FileLock | None = None
+        if address.path:
+            Path(address.path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = self.state.lock(address)
+            remove_socket_files(address)
+        self.context = Context()
+        try:
+            self.routers = {
+                Channel.DATA: self.context.router(address.text, config.max_message_bytes),
+                Channel.CONTROL: self.context.router(address.control, config.max_message_bytes),
+            }
+            # A TCP port of 0 is known only now.
+            self.address: Address = parse_address(self.routers[Channel.DATA].address)
+            self.lock: FileLock = lock or self.state.lock(self.address)
+        except RolloutError:
+            self.context.close()
+            if lock is not None:
+                lock.release()
+            raise
+
+    def announce(self, incarnation: bytes, model: str) -> None:
+        """Publish the service in the state folder."""
+        self.state.announce(
+            Announcement(address=self.address.text, lock=str(self.lock.path), pid=os.getpid(), incarnation=incarnation.hex(), model=model)
+        )
+
+    def close(self) -> None:
+        """Close the sockets and remove every file but the lock's, whose removal would race with its next owner."""
+        for router in self.routers.values():
+            router.close()
+        self.context.close()
+        remove_socket_files(self.address)
+        with contextlib.suppress(FileNotFoundError):
+            self.state.announcement_path(self.address.text).unlink()
+        self.lock.release()

@@ -1,0 +1,87 @@
+"""Everything that leaves for clients: replies that must arrive, and flushes that may be made again.
+
+The front and its desks send through here. A reply that finds no room waits for it; a flush is the caller's to repeat.
+A connection that is gone is unbound, so that its client's HELLO starts afresh.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from rollout.service.metrics import FrontMetrics
+from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.wire.codec import Arrays, Frame, encode
+from rollout.wire.messages import Op
+from rollout.wire.transport import Router, Sent
+
+MAX_UNSENT_REPLIES = 4096
+
+
+class Outbound:
+    """Owns the replies that wait for room."""
+
+    def __init__(self, routers: Mapping[Channel, Router], sessions: SessionBook, metrics: FrontMetrics) -> None:
+        self._routers, self._sessions, self._metrics = routers, sessions, metrics
+        self._unsent: dict[tuple[Channel, bytes], deque[list[Frame]]] = {}
+
+    def flush(self, session: Session, frames: list[Frame]) -> Sent:
+        """Try to send a flush to a session's data connection."""
+        route = session.routes.get(Channel.DATA)
+        if route is None:
+            return Sent.GONE
+        sent = self._routers[Channel.DATA].send(route, frames)
+        if sent is Sent.GONE:
+            self._sessions.unbind(session, Channel.DATA)
+        return sent
+
+    def reply(
+        self,
+        session: Session,
+        channel: Channel,
+        op: Op,
+        request_id: bytes,
+        fields: Mapping[str, object],
+        arrays: Arrays | None = None,
+    ) -> None:
+        """Send a reply to a session."""
+        route = session.routes.get(channel)
+        if route is None:
+            self._metrics.undeliverable += 1
+        else:
+            self.send(channel, route, encode(op, request_id, fields, arrays))
+
+    def send(self, channel: Channel, route: bytes, frames: list[Frame]) -> None:
+        """Send a reply, or keep it until its peer has room; a peer that never has loses its replies at a bound."""
+        waiting = self._unsent.get((channel, route))
+        if not waiting:
+            sent = self._routers[channel].send(route, frames)
+            if sent is Sent.OK:
+                return
+            if sent is Sent.GONE:
+                self._metrics.undeliverable += 1
+                return
+            waiting = self._unsent.setdefault((channel, route), deque())
+        if len(waiting) < MAX_UNSENT_REPLIES:
+            waiting.append(frames)
+        else:
+            self._metrics.undeliverable += 1
+
+    def send_waiting(self) -> bool:
+        """Send replies that found no room before; True if some still wait."""
+        for (channel, route), waiting in list(self._unsent.items()):
+            sent = Sent.OK
+            while waiting and sent is Sent.OK:
+                sent = self._routers[channel].send(route, waiting[0])
+                if sent is Sent.OK:
+                    waiting.popleft()
+            if sent is Sent.GONE:
+                self._metrics.undeliverable += len(waiting)
+            if sent is Sent.GONE or not waiting:
+                del self._unsent[(channel, route)]
+        return bool(self._unsent)
+
+    def forget(self, session: Session) -> None:
+        """Drop what waits for a session that ended."""
+        for channel, route in session.routes.items():
+            self._unsent.pop((channel, route), None)

@@ -1,0 +1,133 @@
+"""The engine host's life: start, ready, messages, death, restart.
+
+The front calls it in its loop. When the host dies every request that it had ends as failed, every open call gets the
+cause, and a new host is started, unless starting has failed too often or the first start never got ready. The weights
+decide what follows: a model that nobody ever updated serves on, an updated one waits for its trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from rollout.errors import HostFailed, InternalError, RolloutError, error_fields
+from rollout.service.calls import Calls
+from rollout.service.control import ControlDesk
+from rollout.service.host_link import BadMessage, HostLink
+from rollout.service.metrics import FrontMetrics
+from rollout.service.requests import Admission, RequestDesk
+from rollout.wire.codec import NO_REQUEST, Packet
+from rollout.wire.messages import EngineFacts, HostReady, Op
+from rollout.wire.messages import HostFailed as HostFailedBody
+
+log = logging.getLogger("rollout.front")
+MAX_MESSAGES_PER_TURN = 1024
+RESTART_WINDOW_S = 60.0
+
+OnEvent = Callable[[str, Mapping[str, object]], None]
+
+
+class Supervisor:
+    """Owns what is known of the host; see the module. `on_event` hears "ready" and "failed", once."""
+
+    def __init__(
+        self,
+        link: HostLink,
+        calls: Calls,
+        requests: RequestDesk,
+        control: ControlDesk,
+        admission: Admission,
+        metrics: FrontMetrics,
+        *,
+        initial_version: int,
+        max_restarts: int,
+        on_event: OnEvent,
+    ) -> None:
+        self._link, self._calls, self._requests, self._control = link, calls, requests, control
+        self._admission, self._metrics, self._on_event = admission, metrics, on_event
+        self._initial_version, self._max_restarts = initial_version, max_restarts
+        self._starts: list[float] = []
+        self._cause: RolloutError | None = None
+        self.facts: EngineFacts | None = None
+        self.failure: RolloutError | None = None
+        self.was_ready = False
+
+    def start(self) -> None:
+        """Start a host."""
+        self._metrics.host_starts += 1
+        self._starts.append(time.monotonic())
+        self._cause = None
+        self._link.start(self._initial_version)
+
+    def drain(self) -> None:
+        """Take the host's messages, and its death."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            packet = self._link.receive()
+            if packet is None:
+                break
+            if isinstance(packet, BadMessage):
+                self._bad_message(packet)
+            else:
+                self._take(packet)
+        status = self._link.exited()
+        if status is not None:
+            self._exited(status)
+
+    def _bad_message(self, bad: BadMessage) -> None:
+        """Fail the call that got a broken answer; a broken step has lost tokens, so its host cannot go on."""
+        log.error("the engine host sent what is no message: %s", bad.error)
+        if bad.call_id == NO_REQUEST:
+            self._cause = bad.error
+            self._link.kill()
+        else:
+            self._calls.fail(bad.call_id, InternalError(f"the engine host's answer is broken: {bad.error.what}", limit=bad.error.limit))
+
+    def _take(self, packet: Packet) -> None:
+        body = packet.body
+        if packet.op is Op.STEP:
+            self._requests.take_step(packet)
+        elif isinstance(body, HostReady):
+            self._ready(body)
+        elif isinstance(body, HostFailedBody):
+            error = body.error
+            self._cause = RolloutError(
+                error.what, field=error.field, value=error.value, limit=error.limit, remedy=error.remedy, code=error.code
+            )
+        else:
+            self._calls.answer(packet)
+
+    def _ready(self, body: HostReady) -> None:
+        self.facts = body.engine
+        self._admission.ready = True
+        self._admission.max_model_len = body.engine.max_model_len
+        self._control.host_ready()
+        self._requests.submit_held()
+        if not self.was_ready:
+            self.was_ready = True
+            self._on_event("ready", {"version": self._admission.version})
+
+    def _exited(self, status: int) -> None:
+        for packet in self._link.last_words():
+            self._take(packet)
+        cause = self._cause
+        error = HostFailed(
+            f"the engine host ended with status {status}" + (f": {cause.what}" if cause else ""),
+            limit=cause.limit if cause else None,
+            remedy="submit the request again; the service starts a new engine host",
+        )
+        log.error("%s", error.what)
+        self._admission.ready = False
+        self._requests.fail_submitted(error)
+        self._calls.fail_all(error)
+        self._control.host_died()
+        self._link.clear()
+        now = time.monotonic()
+        self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
+        if self.was_ready and len(self._starts) <= self._max_restarts:
+            self.start()
+            return
+        self.failure = cause or error
+        self._requests.refuse_held(self.failure)
+        if not self.was_ready:
+            self._on_event("failed", {"error": error_fields(self.failure)})

@@ -1,0 +1,104 @@
+"""The protocol's bytes, written down: a change here breaks every client that somebody else wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.errors import RolloutError, error_class
+from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
+from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, MODELS, Op
+
+REQUEST_ID = bytes(range(16))
+
+OPERATIONS = {
+    "HELLO": 1, "WELCOME": 2, "HEARTBEAT": 3, "ALIVE": 4, "GOODBYE": 5, "ERROR": 6, "DONE": 7,
+    "GENERATE": 16, "ATTACH": 17, "CANCEL": 18, "CANCEL_RESULT": 19, "DELTAS": 20, "ACK": 21, "SCORE": 22, "SCORED": 23,
+    "INFO": 32, "INFO_RESULT": 33, "STATS": 34, "STATS_RESULT": 35, "TOKENIZER_FILES": 36, "TOKENIZER_FILES_RESULT": 37,
+    "PAUSE": 48, "RESUME": 49, "WEIGHTS_BEGIN": 50, "WEIGHTS_TICKET": 51, "WEIGHTS_STAGE_FILE": 52, "WEIGHTS_COMMIT": 53,
+    "WEIGHTS_REPORT": 54, "WEIGHTS_ABORT": 55, "SHUTDOWN": 56,
+    "HOST_READY": 80, "HOST_FAILED": 81, "SUBMIT": 82, "STEP": 83, "STEP_ACK": 84, "KILL": 85, "UPDATE_OPEN": 86,
+}  # fmt: skip
+
+CODES = [
+    "address_in_use", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable", "conflict",
+    "digest_mismatch", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed", "insecure_address",
+    "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights", "no_service",
+    "no_session", "no_update", "protocol_version", "request_error", "request_failed", "request_too_long", "rollout_error",
+    "server_restarted", "server_unavailable", "service_stopping", "unavailable", "unknown_operation", "unsupported_model",
+    "update_busy", "weight_update_failed", "weights_changed", "weights_file_refused", "weights_unchanged",
+]  # fmt: skip
+
+
+def _hex(frames: list) -> list[str]:  # type: ignore[type-arg]
+    return [bytes(frame).hex() for frame in frames]
+
+
+def test_the_protocol_version_and_the_operations_are_these() -> None:
+    assert PROTOCOL_VERSION == 1
+    assert {op.name: op.value for op in Op} == OPERATIONS
+    assert set(MODELS) == set(Op)
+    assert set(ARRAYS) <= set(Op)
+    sockets = DATA_REQUESTS | CONTROL_REQUESTS | CLIENT_REPLIES | HOST_REQUESTS | HOST_REPLIES
+    assert sockets == set(Op), "every operation belongs to a socket"
+    assert not (HOST_REQUESTS - {Op.SCORE, Op.STATS}) & DATA_REQUESTS, "clients cannot say what only the front may say"
+
+
+def test_error_codes_are_stable_and_each_has_one_class() -> None:
+    def classes(root: type[RolloutError]) -> list[type[RolloutError]]:
+        return [root, *(one for child in root.__subclasses__() for one in classes(child))]
+
+    own = [one for one in classes(RolloutError) if one.__module__ == "rollout.errors"]
+    assert sorted(one.code for one in own) == CODES
+    assert all(error_class(one.code) is one for one in own)
+
+
+def test_a_hello_has_these_bytes() -> None:
+    frames = encode(Op.HELLO, REQUEST_ID, {"name": "x", "session": None, "secret": None})
+    assert _hex(frames) == [
+        "01000100000102030405060708090a0b0c0d0e0f",
+        "9283a46e616d65a178a773657373696f6ec0a6736563726574c090",
+    ]
+
+
+def test_a_generation_has_these_bytes() -> None:
+    fields = {"max_new_tokens": 4, "temperature": 0.5}
+    frames = encode(Op.GENERATE, REQUEST_ID, fields, {"prompt_ids": np.array([1, 258], np.int32)})
+    assert _hex(frames) == [
+        "01001000000102030405060708090a0b0c0d0e0f",
+        "9282ae6d61785f6e65775f746f6b656e7304ab74656d7065726174757265cb3fe00000000000009193aa70726f6d70745f696473a33c69349102",
+        "0100000002010000",
+    ]
+
+
+def test_a_flush_has_these_bytes() -> None:
+    arrays = {
+        "request_ids": np.frombuffer(REQUEST_ID, np.uint8).reshape(1, 16),
+        "offsets": np.array([3], np.int64),
+        "counts": np.array([2], np.int32),
+        "token_ids": np.array([7, 9], np.int32),
+        "logprobs": np.array([-0.5, -1.0], np.float32),
+        "version_values": np.array([5], np.int64),
+        "version_counts": np.array([2], np.int64),
+    }
+    ending = {"index": 0, "kind": "length", "output_tokens": 5}
+    frames = encode(Op.DELTAS, bytes(16), {"seq": 1, "finished": [ending]}, arrays)
+    assert _hex(frames)[0] == "01001400" + "00" * 16
+    assert _hex(frames)[2:] == [
+        REQUEST_ID.hex(),
+        "0300000000000000",
+        "02000000",
+        "0700000009000000",
+        "000000bf000080bf",
+        "0500000000000000",
+        "0200000000000000",
+    ]
+    packet = decode([bytes(frame) for frame in frames], CLIENT_REPLIES)
+    assert packet.body.finished[0].output_tokens == 5  # type: ignore[attr-defined]
+    assert packet.arrays["token_ids"].tolist() == [7, 9]
+
+
+def test_arrays_travel_little_endian_whatever_the_caller_has() -> None:
+    big = np.array([1, 2], ">i4")
+    strided = np.arange(6, dtype=np.int32)[::2]
+    assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": big})[2]) == b"\1\0\0\0\2\0\0\0"
+    assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": strided})[2]) == np.array([0, 2, 4], "<i4").tobytes()

@@ -1,0 +1,68 @@
+"""The demo as a user starts it, with few and small steps: one JSON line, three files, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.agentic.tictactoe.train import parse_options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "examples.agentic.tictactoe.train", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    out = tmp_path_factory.mktemp("demo")
+    short = ["--steps", "3", "--episodes", "16", "--group-size", "4", "--held-out", "45", "--seed", "3"]
+    result = run_demo("--json", "--out", str(out), *short)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (line,) = result.stdout.splitlines()
+    return json.loads(line), result.stderr, out
+
+
+def test_the_line_has_the_figures_and_they_are_of_a_run_that_happened(finished: tuple[dict[str, Any], str, Path]) -> None:
+    facts, _, _ = finished
+    assert (facts["steps"], facts["versions"], facts["held_out_games"], facts["seed"]) == (3, 4, 45, 3)
+    assert 0.15 < facts["win_rate_first"] < 0.6 and 0.1 < facts["illegal_rate_first"] < 0.45
+    assert 0 < facts["win_rate_last"] < 1 and facts["tokens_per_s"] > 0 and facts["seconds"] > 0
+    assert 0.3 < facts["cached_share"] < 1 and 0 < facts["staleness"] <= 1 and facts["pause_ms"] > 0
+
+
+def test_trainer_and_service_agree_on_every_token_of_the_trainers_version(finished: tuple[dict[str, Any], str, Path]) -> None:
+    facts, _, _ = finished
+    assert facts["gap_tokens"] >= 500 and 0 < facts["max_logprob_gap"] < 1e-4
+    assert facts["mean_abs_log_ratio"] > 10 * facts["max_logprob_gap"]
+
+
+def test_progress_table_and_files_come_with_it(finished: tuple[dict[str, Any], str, Path]) -> None:
+    facts, errors, out = finished
+    assert "step 3/3" in errors and "max_logprob_gap" in errors and "held-out games" in errors
+    steps = json.loads((out / "steps.json").read_text())
+    assert steps["summary"] == facts and [row["version"] for row in steps["steps"]] == [1, 2, 3]
+    assert all(row["gap_tokens"] > 0 for row in steps["steps"])
+    page = (out / "transcripts.html").read_text(encoding="utf-8")
+    assert "held-out, version 0" in page and "held-out, version 3" in page and "mask 1 (sampled)" in page
+
+
+def test_an_impossible_option_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(["--episodes", "30", "--group-size", "8"])
+    assert caught.value.code == 2
+    assert "--episodes 30 must be a multiple of --group-size 8" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""The client's I/O thread against a front that a test plays: overlaps, gaps, lost connections, restarts, silence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from rollout.client.blocking import Client, connect
+from rollout.errors import ClientClosed, InternalError, ProtocolMismatch, ServerRestarted, ServerUnavailable
+from rollout.wire.codec import HEADER
+from rollout.wire.messages import Op
+from tests.fakes import ScriptedFront
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[ScriptedFront]:
+    front = ScriptedFront(tmp_path)
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def connected(front: ScriptedFront, pool: ThreadPoolExecutor, timeout_s: float = 5.0) -> Client:
+    future = pool.submit(connect, front.address, timeout_s=timeout_s)
+    front.welcome(front.expect(Op.HELLO))
+    return future.result(5)
+
+
+def test_overlap_is_trimmed_and_the_ending_is_acknowledged(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=5)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11, 12, 13], seq=1)
+        assert front.expect(Op.ACK).body.seq == 1  # type: ignore[attr-defined]
+        front.deltas(request_id, 1, [12, 13, 14], seq=2)
+        front.deltas(request_id, 2, [13, 14, 15], seq=3, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12, 13, 14, 15]
+        acks = [front.expect(Op.ACK) for _ in range(2)]
+        assert acks[-1].arrays["request_ids"].tobytes() == request_id
+
+
+def test_a_gap_makes_the_client_attach_from_its_own_position(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=4)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11], seq=1)
+        front.deltas(request_id, 3, [14], seq=2, kind="length")
+        attach = front.expect(Op.ATTACH)
+        assert attach.arrays["request_ids"].tobytes() == request_id
+        assert attach.arrays["offsets"].tolist() == [1]
+        front.deltas(request_id, 1, [12, 13, 14], seq=3, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12, 13, 14]
+
+
+def test_an_ending_that_counts_more_tokens_than_came_is_not_believed(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=4)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11, 12], seq=1)
+        front.deltas(request_id, 2, [], seq=2, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12]
+        future = pool.submit(client.generate, [1], max_new_tokens=4)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11], seq=3)
+        arrays_end = {"index": 0, "kind": "length", "output_tokens": 3, "prompt_tokens": 1}
+        front.deltas(request_id, 1, [12], seq=4)
+        front.send(Op.DELTAS, bytes(16), {"seq": 5, "finished": [arrays_end]}, _empty_delta(request_id, 2))
+        assert front.expect(Op.ATTACH).arrays["offsets"].tolist() == [2]
+        front.deltas(request_id, 2, [13], seq=6, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12, 13]
+
+
+def _empty_delta(request_id: bytes, offset: int) -> dict:  # type: ignore[type-arg]
+    import numpy as np
+
+    return {
+        "request_ids": np.frombuffer(request_id, np.uint8).reshape(1, 16),
+        "offsets": np.array([offset], np.int64),
+        "counts": np.array([0], np.int32),
+        "token_ids": np.empty(0, np.int32),
+        "version_values": np.empty(0, np.int64),
+        "version_counts": np.empty(0, np.int64),
+    }
+
+
+def test_a_lost_session_binding_is_continued_and_streams_attach_where_they_were(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        begun = pool.submit(client.generate, [1], max_new_tokens=4)
+        begun_id = front.expect(Op.GENERATE).request_id
+        front.deltas(begun_id, 0, [11, 12], seq=1)
+        front.expect(Op.ACK)
+        fresh = pool.submit(client.generate, [1, 2], max_new_tokens=1)
+        fresh_id = front.expect(Op.GENERATE).request_id
+        info = pool.submit(client.stats)
+        call_id = front.expect(Op.STATS).request_id
+        front.send(Op.ERROR, call_id, {"code": "no_session", "what": "who are you"})
+        hello = front.expect(Op.HELLO)
+        assert hello.body.session == front.session  # type: ignore[attr-defined]
+        assert hello.body.secret == front.secret  # type: ignore[attr-defined]
+        front.welcome(hello)
+        assert front.expect(Op.GENERATE).request_id == fresh_id, "no token yet: the idempotent request again"
+        attach = front.expect(Op.ATTACH)
+        assert attach.arrays["offsets"].tolist() == [2]
+        assert attach.arrays["request_ids"].tobytes() == begun_id
+        assert front.expect(Op.STATS).request_id == call_id, "the refused call is sent again"
+        front.send(Op.STATS_RESULT, call_id, {"values": {"live": 2}, "engine": None})
+        front.deltas(begun_id, 2, [13, 14], seq=2, kind="length")
+        front.deltas(fresh_id, 0, [21], seq=3, kind="length")
+        assert begun.result(5).ids.tolist() == [11, 12, 13, 14]
+        assert fresh.result(5).ids.tolist() == [21]
+        assert info.result(5) == {"live": 2, "engine": None}
+
+
+def test_another_incarnation_fails_what_was_under_way_and_the_client_goes_on(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        lost = pool.submit(client.generate, [1], max_new_tokens=4)
+        request = front.expect(Op.GENERATE)
+        front.send(Op.ERROR, request.request_id, {"code": "no_session", "what": "who are you"})
+        hello = front.expect(Op.HELLO)
+        front.send(Op.ERROR, hello.request_id, {"code": "server_restarted", "what": "started again"})
+        with pytest.raises(ServerRestarted, match="submit the request again"):
+            lost.result(5)
+        hello = front.expect(Op.HELLO)
+        assert hello.body.session is None  # type: ignore[attr-defined]
+        front.welcome(hello)
+        again = pool.submit(client.generate, [1], max_new_tokens=1)
+        front.deltas(front.expect(Op.GENERATE).request_id, 0, [5], seq=1, kind="length")
+        assert again.result(5).ids.tolist() == [5]
+
+
+def test_a_heartbeat_answer_recovers_an_ending_that_was_lost(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    import numpy as np
+
+    with connected(front, pool, timeout_s=1.0) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=2)
+        request_id = front.expect(Op.GENERATE).request_id
+        unknown = bytes(range(16))
+        ids = np.frombuffer(request_id + unknown, np.uint8).reshape(2, 16)
+        front.send(Op.ALIVE, front.expect(Op.HEARTBEAT).request_id, {"health": "ready", "version": 0}, {"request_ids": ids})
+        assert front.expect(Op.ATTACH).arrays["request_ids"].tobytes() == request_id
+        assert front.expect(Op.ACK).arrays["request_ids"].tobytes() == unknown
+        front.deltas(request_id, 0, [1, 2], seq=1, kind="length")
+        assert future.result(5).ids.tolist() == [1, 2]
+
+
+def test_a_service_that_never_answers_is_named_within_the_time_out(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=f"{tmp_path}/nobody.*rollout check"):
+        connect(f"ipc://{tmp_path}/nobody", timeout_s=0.5)
+    assert 0.4 < time.monotonic() - began < 2.0
+
+
+def test_a_service_that_falls_silent_fails_every_waiting_call_within_the_time_out(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool, timeout_s=0.6) as client:
+        began = time.monotonic()
+        futures = [pool.submit(client.generate, [1]), pool.submit(client.info), pool.submit(client.pause)]
+        for future in futures:
+            with pytest.raises(ServerUnavailable, match=r"timeout_s is 0\.6"):
+                future.result(5)
+        assert time.monotonic() - began < 2.0
+
+
+def test_heartbeats_answered_keep_a_long_wait_alive(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool, timeout_s=0.6) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=1)
+        request_id = front.expect(Op.GENERATE).request_id
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            front.send(Op.ALIVE, front.expect(Op.HEARTBEAT).request_id, {"health": "ready", "version": 0})
+        front.deltas(request_id, 0, [9], seq=1, kind="length")
+        assert future.result(5).ids.tolist() == [9]
+
+
+def test_the_first_heartbeat_comes_within_a_lease_that_is_shorter_than_the_time_out(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    future = pool.submit(connect, front.address, timeout_s=60.0)
+    front.welcome(front.expect(Op.HELLO), lease_s=0.4)
+    with future.result(5):
+        for _ in range(3):
+            front.expect(Op.HEARTBEAT, timeout_s=0.4)
+
+
+def test_a_service_of_another_protocol_version_is_named_at_connect(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    future = pool.submit(connect, front.address, timeout_s=5.0)
+    hello = front.expect(Op.HELLO)
+    front.send_frames([HEADER.pack(7, Op.ERROR, hello.request_id), msgpack.packb([{"code": "protocol_version", "what": "x"}, []])])
+    with pytest.raises(ProtocolMismatch, match="version 7"):
+        future.result(5)
+
+
+def test_garbage_from_the_service_does_not_disturb_the_client(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=1)
+        request_id = front.expect(Op.GENERATE).request_id
+        for frames in ([b""], [b"x" * 20, b"y"], [b"\1\0\x14\0" + bytes(16), b"\xc1"]):
+            front.send_frames(frames)
+        front.deltas(request_id, 0, [3], seq=1, kind="length")
+        assert future.result(5).ids.tolist() == [3]
+
+
+def test_an_error_reply_becomes_its_class_with_all_its_parts(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.info)
+        fields = {"code": "internal_error", "what": "w", "field": "f", "value": 3, "limit": "l", "remedy": "r"}
+        front.send(Op.ERROR, front.expect(Op.INFO).request_id, fields)
+        with pytest.raises(InternalError, match="w; l; r") as raised:
+            future.result(5)
+        assert (raised.value.field, raised.value.value) == ("f", 3)
+
+
+def test_a_closed_client_says_so_and_says_goodbye(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    client = connected(front, pool)
+    waiting = pool.submit(client.generate, [1])
+    front.expect(Op.GENERATE)
+    client.close()
+    front.expect(Op.GOODBYE)
+    with pytest.raises(ClientClosed):
+        waiting.result(5)
+    with pytest.raises(ClientClosed, match="connect again"):
+        client.info()
+    client.close()

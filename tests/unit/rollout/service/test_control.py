@@ -1,0 +1,190 @@
+"""Pause and update are leases of their holder; versions, needed weights and restores follow the host's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+
+from rollout.errors import HostFailed, NeedsWeights, NoUpdate, ServiceStopping, UpdateBusy, WeightUpdateError
+from rollout.service.calls import Calls
+from rollout.service.control import ControlDesk, refusal
+from rollout.service.host_link import HostLink
+from rollout.service.requests import Admission
+from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.wire.codec import Packet, decode, encode
+from rollout.wire.messages import CONTROL_REQUESTS, HOST_REPLIES, Op
+
+REPORT = {
+    "version": 1, "num_tensors": 1, "num_bytes": 4, "changed_tensors": 1, "changed_bytes": 4, "staging_s": 0.0, "swap_ms": 0.0,
+    "proof_ms": 0.0, "pause_ms": 0.0,
+}  # fmt: skip
+
+
+class ListLink:
+    """A host link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Op, Mapping[str, object], bytes]] = []
+
+    def send(self, op: Op, fields: Mapping[str, object], arrays: object = None, call_id: bytes = bytes(16)) -> None:
+        self.sent.append((op, fields, call_id))
+
+
+class Desk:
+    """A control desk with two clients and a host that the test plays."""
+
+    def __init__(self) -> None:
+        self.link = ListLink()
+        self.replies: list[tuple[Op, Mapping[str, object]]] = []
+        self.published: list[int] = []
+        self.admission = Admission(lambda: None)
+        self.admission.ready = True
+        self.calls = Calls(cast(HostLink, self.link), self._reply)
+        self._versions = iter(range(1, 100))
+        self.control = ControlDesk(cast(HostLink, self.link), self.calls, self.admission, lambda: next(self._versions), self._publish)
+        book = SessionBook(30.0)
+        self.first = book.open("first", Channel.DATA, b"\0aaaa", 0.0)
+        self.second = book.open("second", Channel.DATA, b"\0bbbb", 0.0)
+
+    def _reply(
+        self, session: Session, channel: Channel, op: Op, request_id: bytes, fields: Mapping[str, object], arrays: object = None
+    ) -> None:
+        self.replies.append((op, fields))
+
+    def _publish(self, version: int) -> None:
+        self.published.append(version)
+        self.admission.version = version
+
+    def begin(self, session: Session, **fields: object) -> str:
+        self.control.begin(session, packet(Op.WEIGHTS_BEGIN, **fields))
+        self.answer(Op.DONE)
+        assert self.replies[-1][0] is Op.WEIGHTS_TICKET
+        return str(self.replies[-1][1]["update_id"])
+
+    def commit(self, session: Session, update_id: str, **fields: object) -> None:
+        self.control.commit(session, packet(Op.WEIGHTS_COMMIT, update_id=update_id, **fields))
+
+    def answer(self, op: Op, **fields: object) -> None:
+        """Let the host answer the last call."""
+        call_id = self.link.sent[-1][2]
+        self.calls.answer(decode([bytes(frame) for frame in encode(op, call_id, fields)], HOST_REPLIES))
+
+
+def packet(op: Op, **fields: object) -> Packet:
+    return decode([bytes(frame) for frame in encode(op, bytes(range(16)), fields)], CONTROL_REQUESTS)
+
+
+def test_the_engine_stands_still_while_anybody_holds_a_pause() -> None:
+    desk = Desk()
+    desk.control.pause(desk.first)
+    desk.control.pause(desk.first)
+    desk.control.pause(desk.second)
+    desk.control.resume(desk.first)
+    assert desk.admission.paused
+    desk.control.resume(desk.first)
+    desk.control.end_session(desk.second)
+    assert not desk.admission.paused
+    assert [op for op, _, _ in desk.link.sent] == [Op.PAUSE, Op.RESUME]
+    desk.control.pause(desk.first)
+    desk.control.host_ready()
+    assert [op for op, _, _ in desk.link.sent][2:] == [Op.PAUSE, Op.PAUSE], "a new host is told too"
+
+
+def test_an_update_belongs_to_its_holder_until_it_ends() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    with pytest.raises(UpdateBusy, match="first#1"):
+        desk.begin(desk.second)
+    with pytest.raises(NoUpdate):
+        desk.commit(desk.second, update_id)
+    desk.commit(desk.first, update_id)
+    with pytest.raises(WeightUpdateError, match="is being committed"):
+        desk.control.abort(desk.first, packet(Op.WEIGHTS_ABORT, update_id=update_id))
+    desk.control.end_session(desk.first)
+    assert desk.control.update is not None, "a commit under way is not torn"
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    assert desk.published == [1]
+    assert desk.control.update is None
+    desk.begin(desk.second)
+
+
+def test_a_begin_that_the_engine_refuses_leaves_no_update_and_uses_up_its_version() -> None:
+    desk = Desk()
+    desk.control.begin(desk.first, packet(Op.WEIGHTS_BEGIN))
+    desk.answer(Op.ERROR, code="manifest_mismatch", what="x")
+    assert desk.replies[-1][1]["code"] == "manifest_mismatch"
+    desk.begin(desk.second)
+    assert desk.replies[-1][1]["version"] == 2
+
+
+def test_an_abandoned_update_is_aborted_in_the_host() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.control.end_session(desk.first)
+    assert desk.link.sent[-1][:2] == (Op.WEIGHTS_ABORT, {"update_id": update_id})
+    assert desk.control.update is None
+
+
+def test_no_update_begins_without_a_host() -> None:
+    desk = Desk()
+    desk.admission.ready = False
+    with pytest.raises(HostFailed, match="no engine host is ready"):
+        desk.control.begin(desk.first, packet(Op.WEIGHTS_BEGIN))
+
+
+def test_a_host_death_asks_for_weights_only_if_trained_ones_were_served() -> None:
+    desk = Desk()
+    desk.begin(desk.first)
+    desk.control.host_died()
+    assert desk.control.needs_weights is None
+    assert desk.control.update is None
+    desk.commit(desk.first, desk.begin(desk.first))
+    desk.answer(Op.WEIGHTS_REPORT, **(REPORT | {"version": 2}))
+    desk.control.host_died()
+    assert desk.control.needs_weights == 2
+    desk.commit(desk.first, desk.begin(desk.first))
+    desk.answer(Op.WEIGHTS_REPORT, **(REPORT | {"version": 3}))
+    assert desk.control.needs_weights is None
+
+
+def test_a_restore_must_prove_the_digests_of_its_version() -> None:
+    desk = Desk()
+    with pytest.raises(WeightUpdateError, match="needed weights: none"):
+        desk.begin(desk.first, restore=1)
+    desk.commit(desk.first, desk.begin(desk.first))
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    desk.control.host_died()
+    with pytest.raises(WeightUpdateError, match="brought no digests"):
+        desk.begin(desk.first, restore=1)
+    desk.commit(desk.first, desk.begin(desk.first), digests={"w": 7})
+    desk.answer(Op.WEIGHTS_REPORT, **(REPORT | {"version": 2}))
+    desk.control.host_died()
+    desk.commit(desk.first, desk.begin(desk.first, restore=2), digests={"w": 8})
+    assert desk.link.sent[-1][1]["digests"] == {"w": 7}, "the client's own word does not count"
+    desk.answer(Op.ERROR, code="digest_mismatch", what="w differs")
+    assert desk.replies[-1][1]["code"] == "weights_changed"
+    assert desk.control.needs_weights == 2
+    desk.commit(desk.first, desk.begin(desk.first, restore=2))
+    desk.answer(Op.WEIGHTS_REPORT, **(REPORT | {"version": 2}))
+    assert desk.control.needs_weights is None
+    assert desk.published == [1, 2, 2]
+
+
+def test_open_calls_get_the_error_of_the_hosts_death() -> None:
+    desk = Desk()
+    desk.control.begin(desk.first, packet(Op.WEIGHTS_BEGIN))
+    desk.calls.fail_all(HostFailed("it died", remedy="r"))
+    assert desk.replies == [(Op.ERROR, desk.replies[0][1])]
+    assert desk.replies[0][1]["code"] == "host_failed"
+    assert desk.control.update is None
+    assert len(desk.calls) == 0
+
+
+def test_why_nothing_is_taken_is_named_in_order() -> None:
+    failure: Any = HostFailed("dead")
+    assert isinstance(refusal(3, failure, True), ServiceStopping)
+    assert isinstance(refusal(3, failure, False), HostFailed)
+    assert isinstance(refusal(3, None, False), NeedsWeights)
+    assert refusal(None, None, False) is None

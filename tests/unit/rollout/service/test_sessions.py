@@ -1,0 +1,60 @@
+"""Sessions belong to who shows the secret, and last as long as their lease."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.errors import NoSession
+from rollout.service.sessions import Channel, SessionBook
+
+ROUTE, OTHER = b"\0aaaa", b"\0bbbb"
+
+
+def test_a_connection_without_hello_has_no_session() -> None:
+    with pytest.raises(NoSession, match="HELLO"):
+        SessionBook(1.0).heard(Channel.DATA, ROUTE, 0.0)
+
+
+def test_a_session_continues_on_a_new_connection_only_with_its_secret() -> None:
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0)
+    with pytest.raises(NoSession, match="secret"):
+        book.resume(session.session_id, bytes(16), Channel.DATA, OTHER, 0.0)
+    assert book.resume(bytes(16), session.secret, Channel.DATA, OTHER, 0.0) is None
+    assert book.resume(session.session_id, session.secret, Channel.DATA, OTHER, 0.0) is session
+    assert book.heard(Channel.DATA, OTHER, 0.0) is session
+    with pytest.raises(NoSession):
+        book.heard(Channel.DATA, ROUTE, 0.0)
+
+
+def test_the_two_sockets_are_bound_apart() -> None:
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0)
+    with pytest.raises(NoSession):
+        book.heard(Channel.CONTROL, ROUTE, 0.0)
+    book.resume(session.session_id, session.secret, Channel.CONTROL, OTHER, 0.0)
+    assert book.heard(Channel.CONTROL, OTHER, 0.0) is session
+
+
+def test_a_lease_ends_unless_something_is_heard() -> None:
+    book = SessionBook(1.0)
+    quiet, loud = book.open("quiet", Channel.DATA, ROUTE, 0.0), book.open("loud", Channel.DATA, OTHER, 0.0)
+    book.heard(Channel.DATA, OTHER, 0.5)
+    assert book.next_expiry() == 1.0
+    assert book.expired(1.0) == [quiet]
+    book.close(quiet)
+    assert book.expired(1.4) == []
+    book.extend_all(10.0)
+    assert book.expired(11.0) == []
+    assert book.expired(11.5) == [loud]
+    assert len(book) == 1
+
+
+def test_a_connection_that_says_hello_again_leaves_its_former_session() -> None:
+    book = SessionBook(1.0)
+    first = book.open("a", Channel.DATA, ROUTE, 0.0)
+    second = book.open("a", Channel.DATA, ROUTE, 0.0)
+    assert book.heard(Channel.DATA, ROUTE, 0.0) is second
+    assert first.routes == {}
+    book.close(first)
+    assert book.heard(Channel.DATA, ROUTE, 0.0) is second

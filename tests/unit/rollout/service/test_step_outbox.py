@@ -1,0 +1,108 @@
+"""The host's outbox joins steps while the front lags, stops the host at a bound, and loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from areno.request import StepOutput
+from rollout.service.step_outbox import MAX_GATHERED_TOKENS, MAX_UNDER_WAY, StepOutbox
+from rollout.wire.codec import decode
+from rollout.wire.messages import HOST_REPLIES, Op, Step
+from rollout.wire.transport import Peer, Sent
+
+
+class ListPeer:
+    """A link that keeps what it takes."""
+
+    def __init__(self) -> None:
+        self.room = 10**9
+        self.packets: list[Any] = []
+
+    def send(self, frames: list[Any]) -> Sent:
+        if not self.room:
+            return Sent.FULL
+        self.room -= 1
+        self.packets.append(decode([bytes(frame) for frame in frames], HOST_REPLIES))
+        return Sent.OK
+
+
+def step(ids: list[int]) -> StepOutput:
+    count = len(ids)
+    floats = np.zeros(count, np.float32)
+    return StepOutput(
+        request_ids=np.full(count, 7, np.int64),
+        token_ids=np.array(ids, np.int32),
+        logprobs=floats,
+        raw_logprobs=floats,
+        behaviour_logprobs=floats,
+        versions=np.zeros(count, np.int64),
+    )
+
+
+def outbox_of(peer: ListPeer) -> StepOutbox:
+    return StepOutbox(cast(Peer, peer))
+
+
+def received(peer: ListPeer) -> list[int]:
+    return [token for packet in peer.packets if packet.op is Op.STEP for token in packet.arrays["token_ids"].tolist()]
+
+
+def test_without_acknowledgements_later_steps_join_into_one_message() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    for token in range(100):
+        outbox.add(step([token]))
+        outbox.flush(0)
+    assert len(peer.packets) == MAX_UNDER_WAY
+    last = cast(Step, peer.packets[-1].body)
+    outbox.acknowledge(last.seq)
+    outbox.flush(0)
+    assert len(peer.packets) == MAX_UNDER_WAY + 1
+    assert received(peer) == list(range(100))
+
+
+def test_too_many_gathered_tokens_stop_the_host_until_the_front_catches_up() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    for _ in range(MAX_UNDER_WAY):
+        outbox.add(step([1]))
+        outbox.flush(0)
+    while not outbox.full:
+        outbox.add(step([1] * 4096))
+        outbox.flush(0)
+    assert len(received(peer)) == MAX_UNDER_WAY
+    outbox.acknowledge(MAX_UNDER_WAY)
+    outbox.flush(0)
+    assert not outbox.full
+    assert len(received(peer)) >= MAX_GATHERED_TOKENS
+
+
+def test_a_full_socket_is_tried_again_and_keeps_the_order() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    peer.room = 0
+    outbox.accept(7)
+    outbox.add(step([1]))
+    outbox.flush(0)
+    outbox.reply(Op.DONE, bytes(16), {})
+    outbox.add(step([2]))
+    outbox.flush(0)
+    assert outbox.wants_room
+    peer.room = 100
+    outbox.flush(0)
+    assert [packet.op for packet in peer.packets] == [Op.STEP, Op.DONE, Op.STEP]
+    assert received(peer) == [1, 2]
+    assert peer.packets[0].arrays["accepted"].tolist() == [7]
+    assert not outbox.wants_room
+
+
+def test_a_refusal_carries_the_engine_error_and_a_stranger_becomes_an_internal_error() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    outbox.refuse(9, ValueError("odd"))
+    outbox.flush(3)
+    body = cast(Step, peer.packets[0].body)
+    assert body.version == 3
+    assert (body.refused[0].engine_id, body.refused[0].error.code, body.refused[0].error.what) == (9, "internal_error", "ValueError: odd")

@@ -1,0 +1,158 @@
+"""Flushes are cursors over records: packed, bounded by credit, repeated after a failed send, never twice after a good one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollout.service.ledger import Ledger, Record, Terminal
+from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.service.streams import Streams
+from rollout.service.token_store import TokenColumns
+from rollout.wire.codec import decode
+from rollout.wire.messages import CLIENT_REPLIES
+from rollout.wire.transport import Sent
+
+
+class Desk:
+    """A ledger, one session and streams whose sends are kept."""
+
+    def __init__(self, *, interval_s: float = 0.0, credit_bytes: int = 2**20) -> None:
+        self.outcome = Sent.OK
+        self.sent: list[Any] = []
+        self.ledger = Ledger(1000, 2**30)
+        self.sessions = SessionBook(30.0)
+        self.session = self.sessions.open("test", Channel.DATA, b"\0abcd", 0.0)
+        self.streams = Streams(self.ledger, self.sessions, self._send, interval_s=interval_s, credit_bytes=credit_bytes)
+        self.next_id = 1
+
+    def _send(self, session: Session, frames: list[Any]) -> Sent:
+        if self.outcome is Sent.OK:
+            self.sent.append(decode([bytes(frame) for frame in frames], CLIENT_REPLIES))
+        return self.outcome
+
+    def open(self) -> Record:
+        request_id = self.next_id.to_bytes(16, "little")
+        self.next_id += 1
+        record = self.ledger.open(self.session.number, request_id, b"", prompt_tokens=1, max_new_tokens=9, seed=1, now=0.0)
+        self.ledger.accept(record)
+        self.streams.attach(record)
+        return record
+
+    def grow(self, *records: Record, ids: list[int], version: int = 0, logprobs: bool = True) -> None:
+        floats = np.array(ids, np.float32) if logprobs else np.full(len(ids), np.nan, np.float32)
+        columns = TokenColumns(
+            np.array(ids, np.int32), -floats, -floats, np.full(len(ids), np.nan, np.float32), np.full(len(ids), version, np.int64)
+        )
+        engine_ids = np.array([record.engine_id for record in records], np.int64)
+        self.streams.grew(self.ledger.take_step(engine_ids, columns))
+
+    def end(self, record: Record, kind: str = "length") -> None:
+        self.ledger.end(record, Terminal(kind=kind))
+        self.streams.ended(record)
+
+
+def test_one_message_carries_the_news_of_all_streams_packed() -> None:
+    desk = Desk()
+    first, second, third = desk.open(), desk.open(), desk.open()
+    desk.grow(first, second, first, ids=[1, 2, 3], version=4)
+    desk.grow(second, ids=[5], version=5)
+    desk.end(third)
+    assert desk.streams.flush(1.0) is None
+    [packet] = desk.sent
+    rows = {row.tobytes(): index for index, row in enumerate(packet.arrays["request_ids"])}
+    starts = np.cumsum(packet.arrays["counts"]) - packet.arrays["counts"]
+    versions = np.repeat(packet.arrays["version_values"], packet.arrays["version_counts"])
+
+    def of(record: Record) -> tuple[list[int], list[int]]:
+        index = rows[record.request_id]
+        span = slice(int(starts[index]), int(starts[index] + packet.arrays["counts"][index]))
+        return packet.arrays["token_ids"][span].tolist(), versions[span].tolist()
+
+    assert of(first) == ([1, 3], [4, 4])
+    assert of(second) == ([2, 5], [4, 5])
+    assert of(third) == ([], [])
+    assert [(ending.index, ending.kind) for ending in packet.body.finished] == [(rows[third.request_id], "length")]
+    assert "behaviour_logprobs" not in packet.arrays, "equal ones are not sent"
+    assert desk.streams.flush(2.0) is None
+    assert len(desk.sent) == 1, "nothing new, nothing sent"
+
+
+def test_log_probabilities_that_nobody_asked_for_stay_away() -> None:
+    desk = Desk()
+    desk.grow(desk.open(), ids=[1], logprobs=False)
+    desk.streams.flush(1.0)
+    assert "logprobs" not in desk.sent[0].arrays
+
+
+def test_a_full_socket_leaves_the_cursor_and_a_later_flush_is_larger() -> None:
+    desk = Desk()
+    record = desk.open()
+    desk.grow(record, ids=[1])
+    desk.outcome = Sent.FULL
+    again = desk.streams.flush(1.0)
+    assert again is not None
+    assert 1.0 < again < 1.1
+    desk.grow(record, ids=[2])
+    desk.outcome = Sent.OK
+    desk.streams.flush(again)
+    assert desk.sent[0].arrays["offsets"].tolist() == [0]
+    assert desk.sent[0].arrays["token_ids"].tolist() == [1, 2]
+
+
+def test_credit_bounds_what_is_under_way_until_it_is_acknowledged() -> None:
+    desk = Desk(credit_bytes=400)
+    record = desk.open()
+    for value in range(20):
+        desk.grow(record, ids=[value])
+        desk.streams.flush(float(value))
+    under_way = desk.session.unacked_bytes
+    assert len(desk.sent) < 20
+    assert under_way < 400 + 1000
+    desk.session.acknowledge(desk.session.flush_seq)
+    assert desk.session.unacked_bytes == 0
+    desk.streams.flush(100.0)
+    received = [token for packet in desk.sent for token in packet.arrays["token_ids"].tolist()]
+    assert received == list(range(20))
+
+
+def test_flushes_to_one_client_keep_their_distance() -> None:
+    desk = Desk(interval_s=0.5)
+    record = desk.open()
+    desk.grow(record, ids=[1])
+    assert desk.streams.flush(10.0) is None
+    desk.grow(record, ids=[2])
+    assert desk.streams.flush(10.1) == 10.5
+    assert len(desk.sent) == 1
+    desk.streams.flush(10.5)
+    assert len(desk.sent) == 2
+
+
+def test_a_new_connection_gets_nothing_until_it_attaches_and_then_from_its_own_position() -> None:
+    desk = Desk()
+    record = desk.open()
+    desk.grow(record, record, record, ids=[1, 2, 3])
+    desk.streams.flush(1.0)
+    desk.streams.detach(desk.session)
+    desk.grow(record, ids=[4])
+    desk.end(record)
+    desk.streams.flush(2.0)
+    assert len(desk.sent) == 1
+    desk.streams.attach(record, 2)
+    desk.streams.flush(3.0)
+    assert desk.sent[1].arrays["offsets"].tolist() == [2]
+    assert desk.sent[1].arrays["token_ids"].tolist() == [3, 4]
+    assert desk.sent[1].body.finished[0].output_tokens == 4
+
+
+def test_an_ended_stream_without_tokens_left_can_attach_for_its_ending() -> None:
+    desk = Desk()
+    record = desk.open()
+    desk.grow(record, ids=[1])
+    desk.end(record)
+    desk.streams.flush(1.0)
+    desk.streams.attach(record, 1)
+    desk.streams.flush(2.0)
+    assert desk.sent[1].arrays["counts"].tolist() == [0]
+    assert len(desk.sent[1].body.finished) == 1

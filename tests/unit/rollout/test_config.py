@@ -1,0 +1,53 @@
+"""Service options are validated when made, and unknown ones are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.config import ServiceConfig
+from rollout.errors import InvalidConfig
+
+
+def test_a_config_survives_json() -> None:
+    config = ServiceConfig(model="m", max_rows=8, engine="a:b", engine_options={"step_s": 0.1}, lease_s=2)
+    assert ServiceConfig.from_json(config.to_json()) == config
+
+
+def test_only_given_engine_options_reach_the_engine() -> None:
+    config = ServiceConfig(model="m", run_ahead=2, prefix_cache=False, threads=3)
+    assert config.engine_arguments() == {"model": "m", "run_ahead": 2, "prefix_cache": False}
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidConfig, match=r"unknown option 'max_row'; known: model, .*max_rows"):
+        ServiceConfig.from_fields({"model": "m", "max_row": 1})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"max_rows": 1}'])
+def test_what_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(InvalidConfig):
+        ServiceConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", ""), ("lease_s", 0.1), ("lease_s", float("nan")), ("lease_s", True), ("flush_interval_s", -1), ("credit_bytes", 5),
+        ("max_message_bytes", 1), ("max_record_bytes", 1.5), ("max_requests", 0), ("max_restarts", -1), ("threads", 0), ("engine", "x"),
+    ],
+)  # fmt: skip
+def test_an_option_outside_its_domain_is_refused_with_name_limit_and_remedy(name: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        ServiceConfig(**{"model": "m", name: value})
+    assert refused.value.field == name
+    assert "allowed" in str(refused.value.limit)
+    assert f"--{name.replace('_', '-')}" in str(refused.value.remedy)
+
+
+def test_paths_are_filled_in_from_the_state_folder(tmp_path: Any) -> None:
+    config = ServiceConfig(model="m", state_dir=str(tmp_path)).resolved()
+    assert config.address == f"ipc://{tmp_path}/run/service"
+    assert config.weights_dir == f"{tmp_path}/weights"
+    assert config.model.startswith("/")
