@@ -41,14 +41,15 @@ class PrefillResult:
 class Forward:
     """One rank's model over one store."""
 
-    __slots__ = ("_dtype", "_model", "_sampler", "_store")
+    __slots__ = ("_dtype", "_model", "_sampler", "_store", "_windows")
 
     def __init__(self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype) -> None:
         self._model, self._store, self._sampler, self._dtype = model, store, sampler, dtype
+        self._windows = {layer: window for layer, window in enumerate(model.config.windows) if window is not None}
 
     def decode(self, lanes: Lanes, longest: int) -> torch.Tensor:
         """Run one token of each lane. Shapes: logits float32 [B, V]. Mutates: the store."""
-        attend = DecodeAttention(self._store, lanes.tables, lanes.slots, lanes.lengths, longest, self._dtype)
+        attend = DecodeAttention(self._store, lanes.tables, lanes.slots, lanes.lengths, longest, self._dtype, self._windows)
         return self._model.logits(self._model.forward(lanes.ids, lanes.positions, attend))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
@@ -65,7 +66,8 @@ class Forward:
             ids[span] = chunk.ids
             positions[span] = position = np.arange(chunk.start, chunk.start + count)
             slots[span] = chunk.pages[position // page_size] * page_size + position % page_size
-        groups = group_chunks([chunk.start for chunk in chunks], counts, offsets, [chunk.pages for chunk in chunks], page_size, self._dtype)
+        starts, tables = [chunk.start for chunk in chunks], [chunk.pages for chunk in chunks]
+        groups = group_chunks(starts, counts, offsets, tables, page_size, self._dtype, self._windows)
         attend = PrefillAttention(self._store, groups, torch.from_numpy(slots))
         hidden = self._model.forward(torch.from_numpy(ids), torch.from_numpy(positions), attend)
         complete = [(offset + count - 1, len(chunk.rows)) for chunk, offset, count in zip(chunks, offsets, counts) if chunk.rows]
@@ -104,7 +106,7 @@ class Forward:
         padded[:count] = ids
         positions = np.zeros_like(padded)
         positions[:count] = np.arange(count)
-        hidden = self._model.forward(torch.from_numpy(padded), torch.from_numpy(positions), DenseAttention([count]))
+        hidden = self._model.forward(torch.from_numpy(padded), torch.from_numpy(positions), DenseAttention([count], self._windows))
         return self._chosen(hidden[: count - 1], ids[1:], temperature)
 
     def _chosen(self, hidden_SH: torch.Tensor, targets: np.ndarray, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

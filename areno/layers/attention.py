@@ -6,12 +6,16 @@ prefix, `DenseAttention` whole sequences without a store (scoring). Each is made
 On the CPU one fused call handles a whole batch: query heads that share a K/V head are folded into the query length,
 so the keys are never expanded, and lanes of other lengths are masked. Trailing masked keys add exact zeros in that
 kernel, so a row's bits depend neither on its neighbours nor on the padded length (a test holds it to that).
+
+A layer with a window attends to the last tokens only. Its old pages stay where they are; it has a mask of its own, made
+once per launch for all layers of that width. A width that hides nothing in a launch costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,6 +24,21 @@ import torch.nn.functional as F
 from areno.kv.store import KVStore
 
 PAD_TOKENS = 64
+BLOCK_TOKENS = 512
+NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
+"""Window by layer: how many tokens, its own included, a token attends to there. Layers not named attend to all."""
+
+
+def _narrow(bias: torch.Tensor, ends: torch.Tensor, windows: Mapping[int, int], longest: int) -> dict[int, torch.Tensor]:
+    """Return the masks of layers whose window hides something among `longest` tokens; equal widths share one.
+
+    Shapes: `bias` [..., N] of full attention, `ends` [..., 1], the place after each query's own.
+    """
+    if not windows:
+        return {}
+    places = torch.arange(bias.shape[-1], device=bias.device)
+    made = {width: bias.masked_fill(places < ends - width, float("-inf")) for width in set(windows.values()) if width < longest}
+    return {layer: made[width] for layer, width in windows.items() if width in made}
 
 
 def _fold(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -37,10 +56,17 @@ def _unfold(out: torch.Tensor, tokens: int) -> torch.Tensor:
 class DecodeAttention:
     """One query per lane. Shapes: tables [B, P] int64, lengths [B] counting the token of this step; none is above `longest`."""
 
-    __slots__ = ("_bias", "_slots", "_store", "_tables")
+    __slots__ = ("_bias", "_slots", "_store", "_tables", "_windowed")
 
     def __init__(
-        self, store: KVStore, tables_BP: torch.Tensor, slots_B: torch.Tensor, lengths_B: torch.Tensor, longest: int, dtype: torch.dtype
+        self,
+        store: KVStore,
+        tables_BP: torch.Tensor,
+        slots_B: torch.Tensor,
+        lengths_B: torch.Tensor,
+        longest: int,
+        dtype: torch.dtype,
+        windows: Mapping[int, int] = NO_WINDOWS,
     ) -> None:
         self._store, self._slots = store, slots_B
         page_size = store.page_size
@@ -50,6 +76,7 @@ class DecodeAttention:
         self._tables = tables_BP[:, :width]
         beyond = torch.arange(width * page_size, device=lengths_B.device)[None, :] >= lengths_B[:, None]
         self._bias = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None, :]
+        self._windowed = _narrow(self._bias, lengths_B[:, None, None, None], windows, longest)
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         self._store.write(layer, self._slots, k_TKD, v_TKD)
@@ -57,20 +84,23 @@ class DecodeAttention:
         batch, heads, dim = q_THD.shape
         kv_heads = k_TKD.shape[1]
         q = q_THD.view(batch, kv_heads, heads // kv_heads, dim)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._bias).reshape(batch, heads, dim)
+        bias = self._windowed.get(layer, self._bias)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(batch, heads, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGroup:
     """Chunks of similar size that attend in one call.
 
-    Shapes: `token_index` and `valid` [S, Q], places in the packed tokens; `tables` [S, P]; `bias` [S, 1, Q, P * G].
+    Shapes: `token_index` and `valid` [S, Q], places in the packed tokens; `tables` [S, P]; `bias` [S, 1, Q, P * G],
+    `windowed` likewise for the layers whose window hides something here.
     """
 
     token_index: torch.Tensor
     valid: torch.Tensor
     tables: torch.Tensor
     bias: torch.Tensor
+    windowed: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def group_chunks(
@@ -80,6 +110,7 @@ def group_chunks(
     tables: Sequence[np.ndarray],
     page_size: int,
     dtype: torch.dtype,
+    windows: Mapping[int, int] = NO_WINDOWS,
 ) -> list[ChunkGroup]:
     """Sort chunks into groups whose padding stays within a factor of two.
 
@@ -104,7 +135,9 @@ def group_chunks(
         position = start_S1 + inside
         hidden = torch.arange(pages * page_size)[None, None, :] > position[:, :, None]
         bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None]
-        groups.append(ChunkGroup(token_index=offset_S1 + inside, valid=column < count_S1, tables=table, bias=bias))
+        longest = max(starts[m] + counts[m] for m in members)
+        windowed = _narrow(bias, position[:, None, :, None] + 1, windows, longest)
+        groups.append(ChunkGroup(token_index=offset_S1 + inside, valid=column < count_S1, tables=table, bias=bias, windowed=windowed))
     return groups
 
 
@@ -124,28 +157,61 @@ class PrefillAttention:
         for group in self._groups:
             keys, values = self._store.gather(layer, group.tables)
             q = _fold(q_THD[group.token_index], kv_heads)
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.bias.repeat(1, 1, share, 1))
+            bias = group.windowed.get(layer, group.bias)
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.repeat(1, 1, share, 1))
             unfolded = _unfold(attended, group.token_index.shape[1])
             out[group.token_index[group.valid]] = unfolded[group.valid]
         return out
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Band:
+    """Some queries of a sequence and the keys that their window reaches. Shapes: `seen` [queries, keys], bool."""
+
+    queries: slice
+    keys: slice
+    seen: torch.Tensor
+
+
+def _bands(length: int, window: int) -> list[_Band]:
+    """Cut a sequence so that memory grows with its length times the window's, not with its square."""
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    bands = []
+    for start in range(0, length, BLOCK_TOKENS):
+        stop, first = min(start + BLOCK_TOKENS, length), max(start + 1 - window, 0)
+        shape = (stop - start, start - first)
+        if shape not in seen:
+            query, key = torch.arange(start, stop)[:, None], torch.arange(first, stop)[None, :]
+            seen[shape] = (key <= query) & (key > query - window)
+        bands.append(_Band(queries=slice(start, stop), keys=slice(first, stop), seen=seen[shape]))
+    return bands
+
+
 class DenseAttention:
     """Whole sequences laid end to end, without a store; used to score given ids."""
 
-    __slots__ = ("_lengths",)
+    __slots__ = ("_bands", "_lengths", "_windows")
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = tuple(lengths)
+    def __init__(self, lengths: Sequence[int], windows: Mapping[int, int] = NO_WINDOWS) -> None:
+        self._lengths, self._windows = tuple(lengths), windows
+        self._bands = {
+            (length, window): _bands(length, window) for window in set(windows.values()) for length in self._lengths if window < length
+        }
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         share = q_THD.shape[1] // k_TKD.shape[1]
+        window = self._windows.get(layer, 0)
         parts = []
         start = 0
         for length in self._lengths:
             q, k, v = (tensor[start : start + length].transpose(0, 1)[None] for tensor in (q_THD, k_TKD, v_TKD))
             k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
-            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
+            bands = self._bands.get((length, window))
+            if bands is None:
+                parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
+            for band in bands or ():
+                own = q[:, :, band.queries], k[:, :, band.keys], v[:, :, band.keys]
+                parts.append(F.scaled_dot_product_attention(*own, attn_mask=band.seen)[0].transpose(0, 1))
             start += length
         if start < q_THD.shape[0]:
             parts.append(torch.zeros_like(q_THD[start:]))

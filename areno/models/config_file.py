@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areno.errors import CheckpointError
+from areno.errors import CheckpointError, UnsupportedModel
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -40,25 +40,48 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return raw
 
 
+def unsupported(key: str, value: object, known: str, remedy: str) -> UnsupportedModel:
+    """Return the error for a feature that the decoder does not compute."""
+    return UnsupportedModel(f"{key}={value!r} is not supported", field=key, value=value, limit=f"known: {known}", remedy=remedy)
+
+
 class ConfigReader:
-    """Typed access to the keys of one config.json."""
+    """Typed access to the keys of config.json, or of an object in it, whose name then stands before its keys'."""
 
-    __slots__ = ("raw",)
+    __slots__ = ("_prefix", "raw")
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
+    def __init__(self, raw: Mapping[str, Any], prefix: str = ""):
+        self.raw, self._prefix = raw, prefix
 
-    def wrong(self, key: str, value: object, limit: str) -> CheckpointError:
+    def name(self, key: str) -> str:
+        """Return the key with the names of the objects around it."""
+        return f"{self._prefix}{key}"
+
+    def wrong(self, key: str, value: object, limit: str, remedy: str | None = None) -> CheckpointError:
+        """Return the error for a key's value."""
+        name = self.name(key)
         return CheckpointError(
-            f"config.json has {key}={value!r}", field=key, value=value, limit=limit, remedy=f"correct {key} in config.json"
+            f"config.json has {name}={value!r}", field=name, value=value, limit=limit, remedy=remedy or f"correct {name} in config.json"
         )
+
+    def missing(self, key: str, reason: str) -> CheckpointError:
+        """Return the error for a key that has to be there."""
+        name = self.name(key)
+        return CheckpointError(f"config.json has no {name}", field=name, limit=reason, remedy=f"add {name} to config.json")
+
+    def section(self, key: str) -> ConfigReader | None:
+        """Return a reader of the object under `key`, None if it is absent, null or empty."""
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object is needed")
+        return ConfigReader(value, f"{self.name(key)}.") if value else None
 
     def count(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
         """Return a positive integer; `default` stands for an absent key, `null` for a null."""
         if key not in self.raw and default is None:
-            raise CheckpointError(
-                f"config.json has no {key}", field=key, limit="the model's sizes need it", remedy=f"add {key} to config.json"
-            )
+            raise self.missing(key, "the model's sizes need it")
         value = self.raw.get(key, default)
         value = null if value is None else value
         if type(value) is not int or value < 1:
@@ -66,15 +89,18 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: float) -> float:
+        """Return a positive number; `default` stands for an absent key."""
         return self.finite(key, self.raw.get(key, default))
 
     def finite(self, key: str, value: object) -> float:
+        """Return `value`, read under `key`, as a positive number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise self.wrong(key, value, "a positive finite number is needed")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a boolean; `default` stands for an absent key."""
+        value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false is needed")
         return value

@@ -65,7 +65,7 @@ class DenseDecoder:
         else:
             weight = self.table.allocate(HEAD_NAME, (config.vocab_size, config.hidden_size))
         self._head = Head(self.table, weight)
-        self._rotary = RotaryTable(config.head_dim, config.rope_theta, num_positions, dtype=dtype, device=device)
+        self._rotary = RotaryTable(config.head_dim, config.rope, num_positions, dtype=dtype, device=device)
 
     def _allocate_norm(self, name: str) -> RMSNorm:
         config = self.config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
 
 from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.kv.store import KVStore
-from areno.layers.attention import DecodeAttention, DenseAttention, PrefillAttention, group_chunks
+from areno.layers.attention import BLOCK_TOKENS, NO_WINDOWS, DecodeAttention, DenseAttention, PrefillAttention, group_chunks
 
 HEADS, KV_HEADS, DIM, G = 6, 2, 16, 16
 
@@ -22,10 +24,11 @@ def _store(pages: int, dtype: torch.dtype = torch.float32) -> KVStore:
     return store
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
-    """One query at `position` over keys 0..position, in float64."""
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int | None = None) -> torch.Tensor:
+    """One query at `position` over keys 0..position, or the last `window` of them, in float64."""
     share = HEADS // KV_HEADS
-    keys, values = (t[: position + 1].double().repeat_interleave(share, dim=1) for t in (k, v))
+    first = 0 if window is None else max(position + 1 - window, 0)
+    keys, values = (t[first : position + 1].double().repeat_interleave(share, dim=1) for t in (k, v))
     scores = torch.einsum("hd,thd->ht", q.double(), keys) / DIM**0.5
     return torch.einsum("ht,thd->hd", scores.softmax(dim=1), values)
 
@@ -50,14 +53,17 @@ class Rows:
             slots = torch.tensor([pages[i // G] * G + i % G for i in range(len(k) - 1)], dtype=torch.int64)
             self.store.write(0, slots, k[:-1], v[:-1])
 
-    def attend(self, width: int, order: list[int] | None = None, extra_longest: int = 0) -> torch.Tensor:
+    def attend(
+        self, width: int, order: list[int] | None = None, extra_longest: int = 0, windows: Mapping[int, int] = NO_WINDOWS
+    ) -> torch.Tensor:
         order = order if order is not None else list(range(len(self.lengths)))
         tables = torch.full((len(order), width), ZERO_PAGE, dtype=torch.int64)
         for lane, row in enumerate(order):
             tables[lane, : len(self.pages[row])] = torch.tensor(self.pages[row])
         lengths = torch.tensor([self.lengths[row] for row in order])
         slots = torch.tensor([self.pages[row][(self.lengths[row] - 1) // G] * G + (self.lengths[row] - 1) % G for row in order])
-        attention = DecodeAttention(self.store, tables, slots, lengths, int(lengths.max()) + extra_longest, torch.float32)
+        longest = int(lengths.max()) + extra_longest
+        attention = DecodeAttention(self.store, tables, slots, lengths, longest, torch.float32, windows)
         k = torch.stack([self.k[row][-1] for row in order])
         v = torch.stack([self.v[row][-1] for row in order])
         return attention(0, self.q[order], k, v)
@@ -72,15 +78,50 @@ def test_decode_attention_equals_dense_attention_at_every_page_edge() -> None:
         assert (out[lane] - expected).abs().max() < 2e-6
 
 
-def test_a_lanes_bits_do_not_depend_on_padding_company_or_place() -> None:
+@pytest.mark.parametrize("window", [1, 16, 17, 100, 512])
+def test_decode_attention_in_a_window_sees_its_last_tokens_only(window: int) -> None:
+    lengths = [1, 2, 15, 16, 17, 18, 99, 100, 101, 511, 512, 513, 700, 1100]
+    rows = Rows(lengths)
+    out = rows.attend(width=80, windows={0: window})
+    for lane, length in enumerate(lengths):
+        expected = _dense(rows.q[lane], rows.k[lane], rows.v[lane], length - 1, window)
+        assert (out[lane] - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("windows", [NO_WINDOWS, {0: 20}, {0: 150}])
+def test_a_lanes_bits_do_not_depend_on_padding_company_or_place(windows: Mapping[int, int]) -> None:
     lengths = [1, 17, 64, 65, 130, 400, 513, 600]
     rows = Rows(lengths)
-    base = rows.attend(width=128)
+    base = rows.attend(width=128, windows=windows)
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 3], [4, 2, 0, 6]):
-        out = rows.attend(width=128, order=order)
+        out = rows.attend(width=128, order=order, windows=windows)
         assert all(torch.equal(out[lane], base[row]) for lane, row in enumerate(order))
     for extra in (1, 100, 700):
-        assert torch.equal(rows.attend(width=128, extra_longest=extra), base)
+        assert torch.equal(rows.attend(width=128, extra_longest=extra, windows=windows), base)
+
+
+def test_a_window_that_hides_nothing_gives_the_bits_of_full_attention() -> None:
+    rows = Rows([1, 17, 64, 600])
+    full = rows.attend(width=64)
+    for windows in ({0: 600}, {0: 5000}, {1: 8}):
+        assert torch.equal(rows.attend(width=64, windows=windows), full)
+    assert torch.equal(rows.attend(width=64, windows={0: 600}, extra_longest=300), full)
+    assert not torch.equal(rows.attend(width=64, windows={0: 599}), full)
+
+
+def test_masks_are_made_for_distinct_widths_that_hide_something_and_shared_by_their_layers() -> None:
+    store = _store(4)
+    lengths = torch.tensor([40, 9, 1, 1])
+
+    def masks(windows: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        attention = DecodeAttention(
+            store, torch.zeros((4, 4), dtype=torch.int64), torch.full((4,), SINK_PAGE * G), lengths, 40, torch.float32, windows
+        )
+        return attention._windowed
+
+    assert masks(NO_WINDOWS) == {} and masks({3: 40, 5: 99}) == {}
+    made = masks({1: 8, 2: 40, 4: 8, 5: 3})
+    assert set(made) == {1, 4, 5} and made[1] is made[4] and made[1] is not made[5]
 
 
 def test_a_lane_on_the_zero_page_gives_exactly_zero() -> None:
@@ -91,10 +132,10 @@ def test_a_lane_on_the_zero_page_gives_exactly_zero() -> None:
     assert torch.equal(out, torch.zeros_like(out)) and not store.keys[:, ZERO_PAGE].any()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_chunks_that_continue_prefixes_equal_dense_attention(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, None), (2, None), (3, 1), (4, 16), (5, 40), (6, 149), (7, 600)])
+def test_packed_chunks_that_continue_prefixes_equal_dense_attention(seed: int, window: int | None) -> None:
     rng = np.random.default_rng(seed)
-    lengths = [int(n) for n in rng.integers(1, 150, size=9)]
+    lengths = [*(int(n) for n in rng.integers(1, 150, size=9)), *([700] if window else [])]
     rows = Rows(lengths, seed)
     starts = [int(rng.integers(0, n)) for n in lengths]
     counts = [n - start for n, start in zip(lengths, starts)]
@@ -108,12 +149,12 @@ def test_packed_chunks_that_continue_prefixes_equal_dense_attention(seed: int) -
         positions = np.arange(start, start + count)
         slots[offset : offset + count] = torch.from_numpy(pages[row][positions // G] * G + positions % G)
         k[offset : offset + count], v[offset : offset + count] = rows.k[row][start:], rows.v[row][start:]
-    groups = group_chunks(starts, counts, offsets, pages, G, torch.float32)
+    groups = group_chunks(starts, counts, offsets, pages, G, torch.float32, {0: window} if window else NO_WINDOWS)
     assert sum(int(group.valid.sum()) for group in groups) == sum(counts)
     out = PrefillAttention(rows.store, groups, slots)(0, q, k, v)
     for row, (start, count, offset) in enumerate(zip(starts, counts, offsets)):
         for place in range(count):
-            expected = _dense(q[offset + place], rows.k[row], rows.v[row], start + place)
+            expected = _dense(q[offset + place], rows.k[row], rows.v[row], start + place, window)
             assert (out[offset + place] - expected).abs().max() < 2e-6
 
 
@@ -126,5 +167,22 @@ def test_dense_attention_keeps_sequences_apart_and_ignores_padding() -> None:
     for length in lengths:
         for place in range(length):
             expected = _dense(q[start + place], k[start : start + length], v[start : start + length], place)
+            assert (out[start + place] - expected).abs().max() < 2e-6
+        start += length
+
+
+@pytest.mark.parametrize("window", [1, 16, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 1200])
+def test_dense_attention_in_a_window_is_exact_across_its_blocks(window: int) -> None:
+    lengths = [5, 2 * BLOCK_TOKENS + 30, 17]
+    total = sum(lengths) + 4
+    q, k, v = torch.randn(total, HEADS, DIM), torch.randn(total, KV_HEADS, DIM), torch.randn(total, KV_HEADS, DIM)
+    attention = DenseAttention(lengths, {1: window})
+    full, out = attention(0, q, k, v), attention(1, q, k, v)
+    assert torch.equal(full, DenseAttention(lengths)(0, q, k, v)) and not out[sum(lengths) :].any()
+    start = 0
+    for length in lengths:
+        edges = {0, 1, 15, 16, 17, window - 1, window, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + window, 2 * BLOCK_TOKENS, length - 1}
+        for place in sorted(edge for edge in edges if edge < length):
+            expected = _dense(q[start + place], k[start : start + length], v[start : start + length], place, window)
             assert (out[start + place] - expected).abs().max() < 2e-6
         start += length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,49 @@ def test_the_rope_base_of_the_config_holds_at_400_tokens(tmp_path: Path, family:
     np.testing.assert_allclose(decoder_logprobs(decoder, LONG_IDS), expected, atol=1e-4, rtol=0)
     other_base = reference_logprobs(tiny_model(family), LONG_IDS)
     assert np.abs(other_base - expected).max() > 0.3, "the base must matter, or this test proves nothing"
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {**LLAMA3, "factor": 8.0},
+    {**LLAMA3, "factor": 2.5, "low_freq_factor": 0.5, "high_freq_factor": 9.0},
+    YARN,
+    {**YARN, "attention_factor": 1.5},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 2.0},
+    {**YARN, "truncate": False},
+    {**YARN, "truncate": False, "beta_fast": 6.0, "beta_slow": 2.0},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_stretched_positions_hold_far_beyond_the_original_context(tmp_path: Path, family: str, scaling: dict[str, Any]) -> None:
+    decoder = load_decoder(write_checkpoint(tmp_path, family, rope_parameters={**scaling, "rope_theta": 1e4}))
+    expected = reference_logprobs(tmp_path, LONG_IDS)
+    np.testing.assert_allclose(decoder_logprobs(decoder, LONG_IDS), expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(decoder_logprobs(decoder, LONG_IDS, chunks=(100, 1, 150)), expected, atol=1e-4, rtol=0)
+    plain = reference_logprobs(tiny_model(family), LONG_IDS)
+    assert np.abs(plain - expected).max() > 0.3, "the scaling must matter, or this test proves nothing"
+
+
+def test_a_scaling_in_the_old_keys_gives_the_same_logprobs(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, rope_parameters={**YARN, "rope_theta": 5e5})
+    expected = reference_logprobs(tmp_path, LONG_IDS)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    np.testing.assert_allclose(decoder_logprobs(load_decoder(tmp_path), LONG_IDS), expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(reference_logprobs(tmp_path, LONG_IDS), expected, atol=1e-6, rtol=0)
+
+
+def test_stretched_positions_in_bf16_stay_within_the_rounding_of_activations(tmp_path: Path) -> None:
+    rope = {**YARN, "rope_theta": 1e4}
+    decoder = load_decoder(write_checkpoint(tmp_path, rope_parameters=dict(rope)), torch.bfloat16)
+    gap = np.abs(decoder_logprobs(decoder, IDS) - reference_logprobs(tiny_model(rope_parameters=dict(rope)).bfloat16().float(), IDS))
+    assert gap.max() < 0.05 and gap.mean() < 0.01, (gap.max(), gap.mean())
 
 
 def test_losing_one_projection_is_far_outside_the_tolerance(tmp_path: Path) -> None:

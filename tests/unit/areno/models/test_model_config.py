@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from areno.errors import CheckpointError, UnsupportedModel
+from areno.layers.rope import Rope
 from areno.models.model_config import ModelConfig, read_model_config
 
 SIZES: dict[str, Any] = {
@@ -58,7 +59,7 @@ def read(folder: Path, family: str = "llama", **keys: Any) -> ModelConfig:
 def test_every_style_of_config_means_what_it_means_to_transformers(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
     ours = read(tmp_path, family, **keys)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope == Rope(theta=theirs.rope_parameters["rope_theta"])
     assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.rms_norm_eps == theirs.rms_norm_eps
@@ -92,34 +93,14 @@ def test_biases_and_qk_norm_follow_the_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [
-        {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
-        {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 7e4}},
-        {"rope_scaling": {"rope_theta": 7e4}, "rope_parameters": {"rope_theta": 1e4}},
-    ],
-)
-def test_two_rope_bases_that_differ_are_refused_with_both_values(tmp_path: Path, keys: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"contradicts itself.*and.*delete the other") as caught:
-        read(tmp_path, **keys)
-    assert len(set(caught.value.value.values())) == 2  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
     ("family", "keys", "named"),
     [
         ("mistral", {}, "model_type='mistral'.*llama, qwen2, qwen3"),
         ("qwen3_moe", {}, "model_type='qwen3_moe'.*llama, qwen2, qwen3"),
         ("llama", {"without": ("model_type",)}, "model_type=None.*llama, qwen2, qwen3"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'.*known: default"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type='llama3'"),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "rope_parameters.rope_type='yarn'"),
-        ("qwen2", {"rope_scaling": {"type": "default", "rope_type": "dynamic"}}, "rope_scaling.rope_type='dynamic'"),
-        ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rope parameters"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, "use_sliding_window=True"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention'"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention'.*known: full_attention"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types='chunked_attention'.*full_attention, sliding"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*known: silu"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config='gptq'.*dequantize"),
         ("qwen2", {"num_experts": 4}, "num_experts=4.*dense"),
@@ -128,13 +109,6 @@ def test_two_rope_bases_that_differ_are_refused_with_both_values(tmp_path: Path,
 def test_what_the_decoder_does_not_compute_is_refused_by_name(tmp_path: Path, family: str, keys: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         read(tmp_path, family, **keys)
-
-
-def test_a_sliding_window_that_no_layer_uses_is_no_hindrance(tmp_path: Path) -> None:
-    read(tmp_path, "qwen2", use_sliding_window=False, sliding_window=4096)
-    read(tmp_path, "qwen2", use_sliding_window=True, sliding_window=None)
-    read(tmp_path, "qwen2", use_sliding_window=True, sliding_window=4096, max_window_layers=28)
-    read(tmp_path, "qwen3", layer_types=["full_attention", "full_attention"])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +124,6 @@ def test_a_sliding_window_that_no_layer_uses_is_no_hindrance(tmp_path: Path) -> 
         ({"head_dim": 15}, "head_dim=15.*even"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0.*positive"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
-        ({"rope_parameters": "default"}, "rope_parameters='default'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"eos_token_id": 256}, "end-of-sequence id 256.*0 to 255"),
         ({"eos_token_id": [2, -1]}, "end-of-sequence id -1"),
