@@ -21,6 +21,7 @@ SINK_PAGE = 1
 RESERVED_PAGES = 2
 CANARY_TOKENS = 64
 GROW_TOKENS = 64
+DEFAULT_KV_BYTES = 1 << 30
 
 
 def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -32,7 +33,8 @@ def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> Non
 class EngineConfig:
     """Options of one engine.
 
-    Units: `max_prefill_tokens` per step; `page_size` in tokens; `run_ahead` in launches whose results are withheld.
+    Units: `max_prefill_tokens` per step; `page_size` in tokens; `num_pages` defaults to what every row could fill, at most 1 GiB
+    (or one whole context); `run_ahead` in launches whose results are withheld.
     `decode_tables` picks the resident tables or the per-step rebuilt baseline. `seed` seeds the seeds of requests
     that bring none. `canary_tolerance` and `canary_mean_tolerance` are nats; None follows from the dtype.
     Raises: InvalidConfig.
@@ -151,8 +153,11 @@ def _buckets(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= top))
 
 
-def resolve(config: EngineConfig, *, model_max_len: int) -> ResolvedConfig:
-    """Work out the sizes for a model with a context of `model_max_len` tokens. Raises: InvalidConfig."""
+def resolve(config: EngineConfig, *, model_max_len: int, token_kv_bytes: int) -> ResolvedConfig:
+    """Work out the sizes for a model with a context of `model_max_len` tokens. Raises: InvalidConfig.
+
+    Units: `token_kv_bytes` is what the keys and values of one token take in fp32, all layers.
+    """
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise InvalidConfig(
             f"max_model_len={config.max_model_len} is longer than the model's context",
@@ -167,12 +172,14 @@ def resolve(config: EngineConfig, *, model_max_len: int) -> ResolvedConfig:
     pages_per_row = -(-max_len // page_size)
     buckets = _buckets(config.max_rows)
     exact = dtype == "float32"
+    page_bytes = page_size * token_kv_bytes // (1 if exact else 2)
+    affordable = DEFAULT_KV_BYTES // page_bytes
     return ResolvedConfig(
         dtype=dtype,
         max_rows=config.max_rows,
         table_rows=buckets[-1],
         page_size=page_size,
-        num_pages=config.num_pages or min(config.max_rows * pages_per_row, max(pages_per_row, 2**17 // page_size)),
+        num_pages=config.num_pages or min(config.max_rows * pages_per_row, max(pages_per_row, affordable)),
         canary_pages=-(-min(CANARY_TOKENS, max_len) // page_size),
         max_model_len=max_len,
         pages_per_row=pages_per_row,

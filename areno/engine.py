@@ -81,7 +81,8 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         folder = Path(config.model)
         model_config = read_model_config(folder)
-        resolved = resolve(config, model_max_len=model_config.max_position_embeddings)
+        token_kv_bytes = 2 * 4 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
+        resolved = resolve(config, model_max_len=model_config.max_position_embeddings, token_kv_bytes=token_kv_bytes)
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         device = torch.device(config.device)
         self._model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)

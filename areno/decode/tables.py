@@ -58,6 +58,7 @@ class DecodeTables:
         ) = self._ints_FR
         self.temperature, self.top_p, self.min_p = self._floats_FR
         self.alive = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._sink_slot = torch.tensor(SINK_PAGE * page_size, device=device)
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device)
@@ -111,19 +112,26 @@ class DecodeTables:
         length = self.length[rows]
         alive = self.alive[rows]
         table = self.page_table[rows]
-        index = torch.div(length, self.page_size, rounding_mode="floor").to(torch.int64)
+        index, offset = self._place(length)
         page = table.gather(1, index[:, None])[:, 0]
         running = alive & (page != ZERO_PAGE)
-        slots = torch.where(running, page * self.page_size + length % self.page_size, SINK_PAGE * self.page_size)
+        # Products with the mask put what does not run on the zero page, at position zero.
+        positions = length * running
         return Lanes(
             running=running,
             starved=alive & ~running,
-            ids=torch.where(running, self.last_token[rows], 0),
-            positions=torch.where(running, length, 0),
-            slots=slots,
+            ids=self.last_token[rows] * running,
+            positions=positions,
+            slots=torch.where(running, page * self.page_size + offset, self._sink_slot),
             tables=table * running[:, None],
-            lengths=torch.where(running, length + 1, 1),
+            lengths=positions + 1,
         )
+
+    def _place(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page-table entry (int64) and offset within the page of a position."""
+        if self.page_size & (self.page_size - 1) == 0:
+            return (length >> (self.page_size.bit_length() - 1)).to(torch.int64), length & (self.page_size - 1)
+        return torch.div(length, self.page_size, rounding_mode="floor").to(torch.int64), length % self.page_size
 
     def params(self, rows: slice | torch.Tensor, *, slots: bool) -> LaneParams:
         """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""

@@ -40,7 +40,7 @@ def test_the_ring_must_hold_what_run_ahead_withholds() -> None:
 
 def test_buckets_are_multiples_of_four_that_cover_every_row_count() -> None:
     for max_rows in (1, 3, 4, 12, 17, 64, 70, 256):
-        resolved = resolve(EngineConfig(model="x", max_rows=max_rows), model_max_len=512)
+        resolved = resolve(EngineConfig(model="x", max_rows=max_rows), model_max_len=512, token_kv_bytes=1024)
         assert all(bucket % 4 == 0 for bucket in resolved.buckets) and resolved.buckets[-1] >= max_rows
         for rows in range(1, max_rows + 1):
             assert rows <= resolved.bucket_of(rows) < rows + 16
@@ -48,4 +48,15 @@ def test_buckets_are_multiples_of_four_that_cover_every_row_count() -> None:
 
 def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="at most 512"):
-        resolve(EngineConfig(model="x", max_model_len=513), model_max_len=512)
+        resolve(EngineConfig(model="x", max_model_len=513), model_max_len=512, token_kv_bytes=1024)
+
+
+def test_the_pool_defaults_to_what_rows_can_fill_within_a_gibibyte_but_never_less_than_one_context() -> None:
+    small = resolve(EngineConfig(model="x", max_rows=4), model_max_len=512, token_kv_bytes=1024)
+    assert small.num_pages == 4 * 32
+    large = resolve(EngineConfig(model="x", max_rows=64), model_max_len=8192, token_kv_bytes=46080)
+    assert large.num_pages == (1 << 30) // (16 * 46080)
+    halved = resolve(EngineConfig(model="x", max_rows=64, dtype="bfloat16"), model_max_len=8192, token_kv_bytes=46080)
+    assert halved.num_pages == (1 << 30) // (8 * 46080)
+    huge = resolve(EngineConfig(model="x", max_rows=64), model_max_len=8192, token_kv_bytes=2**20)
+    assert huge.num_pages == 512
