@@ -22,6 +22,7 @@ _HOME = {
     "FinishReason": "rollout.client.results",
     "Generation": "rollout.client.results",
     "LocalService": "rollout.client.local",
+    "PromptScore": "rollout.client.results",
     "RequestFailed": "rollout.errors",
     "RolloutError": "rollout.errors",
     "Score": "rollout.client.results",

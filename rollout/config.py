@@ -31,6 +31,7 @@ ENGINE_OPTIONS = (
     "ring_slots",
     "decode_tables",
     "sampling_slots",
+    "kept_ids",
     "prefix_cache",
     "seed",
 )
@@ -68,6 +69,7 @@ class ServiceConfig:
     ring_slots: int | None = None
     decode_tables: str | None = None
     sampling_slots: int | None = None
+    kept_ids: bool | None = None
     prefix_cache: bool | None = None
     seed: int | None = None
     threads: int | None = None

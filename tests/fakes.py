@@ -1,9 +1,9 @@
 """Hand-written stand-ins for tests; nothing in the packages imports them.
 
-`FakeEngine` has the engine's interface without a model: ids and log-probabilities are a function of seed, position and
-version, so every test can compute what it must receive. Rows, waiting, stop ids, forced ids, cancelling and weight
-updates behave as the engine's; `step_s` slows each step down. It runs inside a real engine host process, chosen by the
-host's JSON config.
+`FakeEngine` has the engine's interface without a model: ids, log-probabilities and kept sets are a function of seed, position
+and version, so every test can compute what it must receive. Rows, waiting, stop ids, forced ids, resumed output, prompt
+log-probabilities, cancelling and weight updates behave as the engine's; `step_s` slows each step down. It runs inside a real
+engine host process, chosen by the host's JSON config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from areno.errors import DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
-from areno.request import Finished, FinishKind, FinishReason, Request, RequestLimits, StepOutput, check_request, resolve_stop_ids
+from areno.request import (
+    Finished,
+    FinishKind,
+    FinishReason,
+    PromptScore,
+    Request,
+    RequestLimits,
+    StepOutput,
+    check_request,
+    resolve_stop_ids,
+)
 from rollout.client.local import LocalService
 from rollout.wire.codec import Packet, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, DATA_REQUESTS, Op
@@ -39,6 +49,11 @@ def fake_ids(seed: int, count: int, start: int = 0) -> np.ndarray:
 def fake_logprobs(ids: np.ndarray, version: int) -> np.ndarray:
     """Return the log-probabilities of these ids under a version."""
     return (-1.0 - ids.astype(np.float32) / 256 - version / 16).astype(np.float32)
+
+
+def fake_kept(token_id: int, top_k: int) -> list[int]:
+    """Return the kept set of a fake's token: the id and some of its neighbours."""
+    return [(token_id + step) % VOCABULARY for step in range(1 + token_id % top_k)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +126,7 @@ class FakeEngine:
         model: str,
         initial_version: int = 0,
         max_rows: int = 64,
+        kept_ids: bool = False,
         step_s: float = 0.0,
         load_s: float = 0.0,
         tokens_per_step: int = 1,
@@ -131,12 +147,14 @@ class FakeEngine:
             pool_tokens=self.info.pool_tokens,
             eos_ids=self.info.eos_ids,
             sampling_slots=self.info.sampling_slots,
+            kept_ids=kept_ids,
         )
         self._step_s, self._tokens_per_step, self._fail_at_step = step_s, tokens_per_step, fail_at_step
         self._broken_stats = broken_stats
         self._waiting: deque[_Row] = deque()
         self._running: dict[int, _Row] = {}
         self._ended: list[Finished] = []
+        self._scored: list[PromptScore] = []
         self._weights = {name: np.zeros(shape, np.float32) for name, (_, shape) in TENSORS.items()}
         self._staged: dict[str, np.ndarray] | None = None
         self._partial = False
@@ -199,43 +217,61 @@ class FakeEngine:
         while self._waiting and len(self._running) < self.info.max_rows:
             row = self._waiting.popleft()
             self._running[row.request.request_id] = row
-        sampled: list[tuple[int, int]] = []
+            self._score_prompt(row.request)
+        sampled: list[tuple[Request, int]] = []
         for _ in range(self._tokens_per_step):
-            for request_id, row in list(self._running.items()):
-                sampled.append((request_id, self._next_id(row)))
+            for row in list(self._running.values()):
+                sampled.append((row.request, self._next_id(row)))
                 self._advance(row, sampled[-1][1])
-        ended, self._ended = tuple(self._ended), []
-        return self._output(sampled, ended)
+        return self._output(sampled)
+
+    def _score_prompt(self, request: Request) -> None:
+        start = request.sampling.prompt_logprobs_from
+        if start is None:
+            return
+        logprobs = fake_logprobs(np.asarray(request.prompt_ids)[start:], self.version)
+        raw = logprobs - np.float32(0.5)
+        self._scored.append(
+            PromptScore(request_id=request.request_id, start=start, logprobs=logprobs, raw_logprobs=raw, version=self.version)
+        )
 
     def _next_id(self, row: _Row) -> int:
-        forced = row.request.sampling.forced_ids
-        if forced is not None and row.count < len(forced):
-            return int(forced[row.count])
-        return int(fake_ids(row.seed, 1, row.count)[0])
+        forced, place = row.request.sampling.forced_ids, row.request.prior_output_tokens + row.count
+        if forced is not None and place < len(forced):
+            return int(forced[place])
+        return int(fake_ids(row.seed, 1, place)[0])
 
     def _advance(self, row: _Row, sampled: int) -> None:
         row.versions.append(self.version)
-        sampling = row.request.sampling
-        if sampled in row.stops and row.count > sampling.min_new_tokens:
+        sampling, count = row.request.sampling, row.request.prior_output_tokens + row.count
+        if sampled in row.stops and count > sampling.min_new_tokens:
             reason = FinishReason(kind=FinishKind.STOP, stop_id=sampled)
-        elif row.count >= sampling.max_new_tokens:
+        elif count >= sampling.max_new_tokens:
             reason = FinishReason(kind=FinishKind.LENGTH)
         else:
             return
         del self._running[row.request.request_id]
         self._end(row, reason)
 
-    def _output(self, sampled: Sequence[tuple[int, int]], ended: tuple[Finished, ...]) -> StepOutput:
+    def _output(self, sampled: Sequence[tuple[Request, int]]) -> StepOutput:
         ids = np.array([token for _, token in sampled], np.int32)
         logprobs = fake_logprobs(ids, self.version)
+        wants = np.array([request.sampling.logprobs for request, _ in sampled], bool)
+        filtered = np.array([request.sampling.filters for request, _ in sampled], bool)
+        kept = [fake_kept(token, one.sampling.top_k) if one.sampling.return_kept_ids else [] for one, token in sampled]
+        ended, self._ended = tuple(self._ended), []
+        scored, self._scored = tuple(self._scored), []
         return StepOutput(
-            request_ids=np.array([request_id for request_id, _ in sampled], np.int64),
+            request_ids=np.array([request.request_id for request, _ in sampled], np.int64),
             token_ids=ids,
-            logprobs=logprobs,
-            raw_logprobs=logprobs - np.float32(0.5),
-            behaviour_logprobs=np.full(ids.size, np.nan, np.float32),
+            logprobs=np.where(wants, logprobs, np.float32(np.nan)),
+            raw_logprobs=np.where(wants, logprobs - np.float32(0.5), np.float32(np.nan)),
+            behaviour_logprobs=np.where(wants & filtered, logprobs + np.float32(0.25), np.float32(np.nan)),
             versions=np.full(ids.size, self.version, np.int64),
+            kept_counts=np.array([len(one) for one in kept], np.int32) if any(kept) else None,
+            kept_ids=np.array([token for one in kept for token in one], np.int32) if any(kept) else None,
             finished=ended,
+            prompt_scores=scored,
         )
 
     def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> FakeScore:
@@ -341,6 +377,11 @@ class WireClient:
     def generate(self, prompt: Sequence[int] = (1, 2, 3), request_id: bytes | None = None, **fields: object) -> bytes:
         """Send a generation; returns its request id."""
         return self.send(Op.GENERATE, fields, {"prompt_ids": np.array(prompt, np.int32)}, request_id)
+
+    def generate_group(self, members: Sequence[bytes], request_id: bytes | None = None, **fields: object) -> bytes:
+        """Send a group with these request ids; returns the message's id."""
+        ids = np.frombuffer(b"".join(members), np.uint8).reshape(-1, 16)
+        return self.send(Op.GENERATE_GROUP, fields, {"prompt_ids": np.array([1, 2, 3], np.int32), "member_ids": ids}, request_id)
 
     def receive(self, timeout_s: float = 5.0) -> Packet | None:
         """Return the next message, or None after the time-out."""

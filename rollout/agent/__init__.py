@@ -39,7 +39,7 @@ _HOME = {
     "Turn": "rollout.agent.turn",
     "TurnRecord": "rollout.agent.record",
     "TurnSampling": "rollout.agent.turn",
-    "derive_seed": "rollout.agent.seeds",
+    "derive_seed": "rollout.seeds",
     "group_tasks": "rollout.agent.runner",
     "run_episode": "rollout.agent.runner",
     "run_episodes": "rollout.agent.runner",

@@ -25,9 +25,9 @@ from rollout.agent.conversation import Conversation
 from rollout.agent.errors import EpisodeStateError, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.record import EpisodeRow, GenerationLike, TokenRecord, TurnRecord
-from rollout.agent.seeds import derive_seed
 from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
+from rollout.seeds import derive_seed
 
 CANCEL_WAIT_S = 2.0
 

@@ -27,8 +27,8 @@ from rollout.agent.episode import Episode, EpisodeStatus, PolicyClient
 from rollout.agent.errors import InvalidEnvironment, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit
 from rollout.agent.record import EpisodeRow
-from rollout.agent.seeds import derive_seed
 from rollout.agent.turn import Turn, TurnSampling
+from rollout.seeds import derive_seed
 
 
 class FailureKind(enum.StrEnum):

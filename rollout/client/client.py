@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rollout.client import operations
 from rollout.client.connection import Connection, answer, wait_async
 from rollout.client.operations import Operation
-from rollout.client.parameters import GenerationOptions, Ids, prepare
-from rollout.client.pending import StreamRecord
+from rollout.client.parameters import GenerationOptions, GroupOptions, Ids, Prepared, prepare, prepare_group
+from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import RolloutError
 
@@ -42,8 +42,7 @@ class AsyncStream:
 
     def __init__(self, connection: Connection, record: StreamRecord) -> None:
         self._connection, self._record = connection, record
-        self._cursor = 0
-        self._over = False
+        self._cursor = DeltaCursor(record)
         self._finalizer = weakref.finalize(self, connection.abandon, record)
 
     @property
@@ -55,27 +54,18 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._over:
+        if self._cursor.over:
             raise StopAsyncIteration
-        record = self._record
-        if record.length == self._cursor and not record.done:
+        if self._cursor.waits:
             await self._news()
-        done = record.done
-        start, stop = self._cursor, record.length
-        self._cursor = stop
-        if not done:
-            return record.delta(start, stop, None)
-        if record.error is None and record.ending is not None and record.ending.kind == "failed" and stop > start:
-            return record.delta(start, stop, None)
-        self._over = True
-        return record.delta(start, stop, record.result())
+        return self._cursor.read()
 
     async def _news(self) -> None:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
         listener = self._record.listen(woken.set, loop, each=True)
         try:
-            while self._record.length == self._cursor and not self._record.done:
+            while self._cursor.waits:
                 await woken.wait()
                 woken.clear()
         except asyncio.CancelledError:
@@ -86,7 +76,7 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """Cancel the request if it is not over; idempotent."""
-        self._over = True
+        self._cursor.over = True
         self._connection.abandon(self._record)
 
     async def __aenter__(self) -> AsyncStream:
@@ -118,20 +108,48 @@ class AsyncClient:
         Returns for stop, length, cancelled and expired. A cancelled await cancels the request.
         Raises: InvalidRequest and its kind, Unavailable and its kind, RequestFailed.
         """
-        prepared = prepare(prompt_ids, options)
+        return (await self._all_of(prepare(prompt_ids, options)))[0]
+
+    async def _all_of(self, prepared: Prepared) -> list[Generation]:
+        """Wait for every request of a message; the first that gives no generation ends the others and raises."""
         try:
-            record = self._connection.submit(prepared)
-            await wait_async(record)
+            records = self._connection.submit(prepared)
         except RolloutError:
-            raise
+            raise  # nothing was sent
         except BaseException:
-            self._connection.cancel(prepared.request_id)
+            self._cancel(prepared.members)
             raise
-        return record.result()
+        generations = []
+        try:
+            for record in records:
+                await wait_async(record)
+                generations.append(record.result())
+        except BaseException:
+            self._cancel(record.request_id for record in records if not record.done)
+            raise
+        return generations
+
+    def _cancel(self, request_ids: Iterable[bytes]) -> None:
+        for request_id in request_ids:
+            self._connection.cancel(request_id)
 
     def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Sample from the model and return the stream of deltas; the last one carries the generation."""
-        return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options)))
+        return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options))[0])
+
+    async def generate_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Generation]:
+        """Sample `n` continuations of one prompt, which is computed once; options as in `GroupOptions`.
+
+        Member i is what `generate` with the seed `derive_seed(seed, i)` gives. One that is refused or fails ends the others and
+        raises; cancelled and expired members are returned. A cancelled await cancels all.
+        Raises: as `generate`; InvalidRequest for n < 1.
+        """
+        return await self._all_of(prepare_group(prompt_ids, n, options))
+
+    def stream_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[AsyncStream]:
+        """Sample as `generate_group` does and return each member's stream; closing one cancels that member alone."""
+        records = self._connection.submit(prepare_group(prompt_ids, n, options))
+        return [AsyncStream(self._connection, record) for record in records]
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of given ids."""

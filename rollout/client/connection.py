@@ -42,6 +42,7 @@ class Connection:
         self.address = found
         self._pid = os.getpid()
         self._io = IoThread(found, name or f"{socket.gethostname()}:{os.getpid()}", timeout_s)
+        self._submitting = threading.Lock()
         self._finalizer = weakref.finalize(self, _stop, self._io, self._pid)
 
     @property
@@ -76,25 +77,34 @@ class Connection:
         self._ended_meanwhile(call)
         return call
 
-    def submit(self, prepared: Prepared) -> StreamRecord:
-        """Send a generation; the same id and body as one under way returns that one. Raises: Conflict."""
+    def submit(self, prepared: Prepared) -> list[StreamRecord]:
+        """Send a generation or a group; the same ids and body as under way return those. Raises: Conflict."""
         self.check()
-        frames = encode(Op.GENERATE, prepared.request_id, prepared.fields, prepared.arrays)
-        record = StreamRecord(
-            prepared.request_id, frames, time.monotonic(), prompt_ids=prepared.prompt_ids, wants_logprobs=prepared.wants_logprobs
-        )
-        known = self._io.streams.setdefault(prepared.request_id, record)
-        if known is record:
-            self._io.submit(record)
+        frames = encode(prepared.op, prepared.request_id, prepared.fields, prepared.arrays)
+        group_id = prepared.request_id if prepared.op is Op.GENERATE_GROUP else None
+        # Whether an id is taken and taking it are one step, also for two threads that send the same request.
+        with self._submitting:
+            known = {request_id: self._io.streams.get(request_id) for request_id in prepared.members}
+            for record in known.values():
+                if record is not None and [bytes(frame) for frame in record.frames] != [bytes(frame) for frame in frames]:
+                    raise Conflict(
+                        f"request {record.request_id.hex()} is under way with another body",
+                        field="request_id",
+                        value=record.request_id.hex(),
+                        remedy="draw a new request id",
+                    )
+            fresh = [
+                StreamRecord(request_id, frames, time.monotonic(), prompt_ids=prepared.prompt_ids, wants=prepared.wants, group_id=group_id)
+                for request_id, record in known.items()
+                if record is None
+            ]
+            self._io.streams.update((record.request_id, record) for record in fresh)
+        if fresh:
+            self._io.submit(fresh)
+        for record in fresh:
             self._ended_meanwhile(record)
-        elif [bytes(frame) for frame in known.frames] != [bytes(frame) for frame in frames]:
-            raise Conflict(
-                f"request {prepared.request_id.hex()} is under way with another body",
-                field="request_id",
-                value=prepared.request_id.hex(),
-                remedy="draw a new request id",
-            )
-        return known
+        begun = {record.request_id: record for record in fresh}
+        return [known[request_id] or begun[request_id] for request_id in prepared.members]
 
     def _ended_meanwhile(self, pending: Pending) -> None:
         """Fail what was posted while the I/O thread was ending and may not look any more."""

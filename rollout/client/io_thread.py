@@ -17,10 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from rollout.client.flush_extras import FlushExtras
 from rollout.client.pending import Call, Columns, Pending, StreamRecord
 from rollout.errors import (
     ClientClosed,
@@ -59,6 +60,8 @@ class IoThread:
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.address, self._name, self._timeout_s = address, name, timeout_s
         self.streams: dict[bytes, StreamRecord] = {}
+        # Streams that one message began together, by that message's id: an error under it is every one's.
+        self._groups: dict[bytes, set[StreamRecord]] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
         self._commands: deque[Callable[[], None]] = deque()
         # Sockets rather than a pipe: once closed they refuse, while a closed descriptor's number may be somebody else's.
@@ -86,9 +89,17 @@ class IoThread:
         with contextlib.suppress(OSError):
             self._wake_out.send(b"\0")
 
-    def submit(self, record: StreamRecord) -> None:
-        """Send a generation that is in `streams` already."""
-        self.post(lambda: self._start(record, self._data))
+    def submit(self, records: Sequence[StreamRecord]) -> None:
+        """Send the message of one generation or group; its records are in `streams` already."""
+
+        def start() -> None:
+            for record in records:
+                record.since = time.monotonic()
+                if record.group_id is not None and not record.done:
+                    self._groups.setdefault(record.group_id, set()).add(record)
+            self._start(records[0], self._data)
+
+        self.post(start)
 
     def call(self, call: Call, *, control: bool) -> None:
         """Send a call."""
@@ -205,6 +216,11 @@ class IoThread:
         self._calls.pop(pending.request_id, None)
         if self.streams.get(pending.request_id) is pending:
             del self.streams[pending.request_id]
+        if isinstance(pending, StreamRecord) and pending.group_id is not None:
+            group = self._groups.get(pending.group_id, set())
+            group.discard(pending)
+            if not group:
+                self._groups.pop(pending.group_id, None)
         pending.error = error
         pending.done = True
         self._tell(pending)
@@ -331,6 +347,8 @@ class IoThread:
         begun = [record for record in self.streams.values() if record.length]
         for record in self.streams.values():
             if not record.length and id(record.frames) not in queued:
+                # The members of a group share one message, which goes once.
+                queued.add(id(record.frames))
                 self._send_now(self._data, record.frames)
         self._attach(begun)
 
@@ -355,8 +373,8 @@ class IoThread:
         else:
             call = self._calls.get(request_id)
             pending = call[0] if call is not None else self.streams.get(request_id)
-            if pending is not None:
-                self._end(pending, error)
+            for one in (pending,) if pending is not None else tuple(self._groups.get(request_id, ())):
+                self._end(one, error)
 
     def _hello_refused(self, link: _Link, error: RolloutError) -> None:
         if self.welcome is not None and link is self._data and error.code in ("server_restarted", "no_session"):
@@ -404,7 +422,9 @@ class IoThread:
             arrays.get("behaviour_logprobs", missing),
             np.repeat(arrays["version_values"], arrays["version_counts"]),
         )
-        if any(len(column) != total for column in tokens) or len(raw_ids) != 16 * ends.size or arrays["offsets"].size != ends.size:
+        extras = FlushExtras(arrays, body, num_streams=ends.size, num_tokens=total)
+        fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and extras.fits
+        if not fits or any(len(column) != total for column in tokens):
             log.error("a flush whose arrays do not fit together is dropped")
             return
         endings = {ending.index: ending for ending in body.finished}
@@ -415,17 +435,21 @@ class IoThread:
             request_id = raw_ids[16 * index : 16 * index + 16]
             record = self.streams.get(request_id)
             ending = endings.get(index)
+            if record is not None and record.prompt_score is None:
+                record.prompt_score = extras.scores.get(index)
             if record is None:
                 if ending is not None:
                     ended.append(request_id)
-            elif not record.append(offset, tokens.cut(start, end)) or (ending is not None and record.length != ending.output_tokens):
+            elif not record.append(offset, tokens.cut(start, end), extras.kept(start, end)):
                 gaps.append(record)
-            elif ending is not None:
-                record.ending = ending
+            elif ending is None:
+                self._tell(record)
+            elif not record.is_whole(ending):
+                gaps.append(record)
+            else:
+                record.text, record.ending = extras.texts.get(index), ending
                 ended.append(request_id)
                 self._end(record)
-            else:
-                self._tell(record)
             start = end
         self._attach(gaps)
         self._acknowledge(ended)

@@ -1,4 +1,4 @@
-"""Turns what a caller passes into the fields and arrays of a GENERATE message.
+"""Turns what a caller passes into the fields and arrays of a GENERATE or GENERATE_GROUP message.
 
 Only what has no binary form is refused here (ids that are no integers); every limit is checked by the service, so that
 all clients get the same answers.
@@ -6,6 +6,7 @@ all clients get the same answers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -14,46 +15,85 @@ import numpy as np
 
 from rollout.errors import InvalidRequest
 from rollout.wire.codec import Arrays
+from rollout.wire.messages import MAX_MEMBERS, Op
 from rollout.wire.security import SECRET_BYTES, new_token
 
 Ids = Sequence[int] | np.ndarray
 
 
-class GenerationOptions(TypedDict, total=False):
-    """The keyword arguments of `generate` and `stream`; defaults are in brackets.
+class SamplingOptions(TypedDict, total=False):
+    """What says how tokens are drawn and where they end; defaults are in brackets.
 
-    `max_new_tokens` [128], `min_new_tokens` [0], `temperature` [1.0; 0 = greedy], `seed` [drawn], `stop_ids` [()],
-    `ignore_eos` [False], `forced_ids` [None], `logprobs` [True], `lineage` [None], `cache_salt` [None], `kv_policy`
-    ["keep"], `max_kv_lag` [4], `min_version` [None], `deadline_s` [None], `request_id` [16 random bytes].
+    `max_new_tokens` [128], `min_new_tokens` [0], `temperature` [1.0; 0 = greedy], `top_k` [0 = off], `top_p` [1.0], `min_p`
+    [0.0], `repetition_penalty` [1.0], `presence_penalty` [0.0], `frequency_penalty` [0.0], `logit_bias` [{}; id -> number],
+    `seed` [drawn], `stop_ids` [()], `stop` [()]: strings that end the output, matched in its text; `ignore_eos` [False],
+    `forced_ids` [None], `logprobs` [True], `return_kept_ids` [False], `prompt_logprobs_from` [None], `prior_output_tokens` [0],
+    `lineage` [None], `cache_salt` [None], `kv_policy` ["keep"], `max_kv_lag` [4], `min_version` [None], `deadline_s` [None].
     """
 
     max_new_tokens: int
     min_new_tokens: int
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     stop_ids: Ids
+    stop: str | Sequence[str]
     ignore_eos: bool
     forced_ids: Ids | None
     logprobs: bool
+    return_kept_ids: bool
+    prompt_logprobs_from: int | None
+    prior_output_tokens: int
     lineage: str | None
     cache_salt: str | None
     kv_policy: str
     max_kv_lag: int
     min_version: int | None
     deadline_s: float | None
+
+
+class GenerationOptions(SamplingOptions, total=False):
+    """The keyword arguments of `generate` and `stream`: `SamplingOptions`, and `request_id` [16 random bytes]."""
+
     request_id: bytes | None
 
 
+class GroupOptions(SamplingOptions, total=False):
+    """The keyword arguments of `generate_group` and `stream_group`: `SamplingOptions`, and `request_ids` [drawn], one per member.
+
+    `seed` is the group's: member i draws with `rollout.agent.derive_seed(seed, i)`.
+    """
+
+    request_ids: Sequence[bytes] | None
+
+
 OPTIONS = tuple(GenerationOptions.__annotations__)
+GROUP_OPTIONS = tuple(GroupOptions.__annotations__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What a request asks for beside ids."""
+
+    logprobs: bool = True
+    kept_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A generation ready to be sent."""
+    """A message ready to be sent: a generation, or a group. `members` are the request ids whose streams it begins."""
 
+    op: Op
     request_id: bytes
+    members: tuple[bytes, ...]
     prompt_ids: np.ndarray
-    wants_logprobs: bool
+    wants: Wants
     fields: Mapping[str, object]
     arrays: Arrays
 
@@ -103,31 +143,103 @@ def checked_request_id(value: object) -> bytes:
     return value
 
 
-def prepare(prompt_ids: Ids, options: Mapping[str, object]) -> Prepared:
-    """Return the message of a generation. Raises: InvalidRequest; an unknown option lists the known ones."""
-    unknown = [name for name in options if name not in OPTIONS]
+def _biases(value: object) -> dict[str, np.ndarray]:
+    """Return biases as two arrays; none for no biases. Raises: InvalidRequest."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"logit_bias is a {type(value).__name__}",
+            field="logit_bias",
+            value=type(value).__name__,
+            limit="a mapping of token ids to numbers is needed",
+            remedy="pass {id: bias}",
+        )
+    if not value:
+        return {}
+    ids = id_array("logit_bias", list(value))
+    for token_id, bias in value.items():
+        if isinstance(bias, (bool, np.bool_)) or not isinstance(bias, (int, float, np.integer, np.floating)):
+            raise InvalidRequest(
+                f"logit_bias[{token_id}]={bias!r} is not a number",
+                field=f"logit_bias[{token_id}]",
+                value=bias,
+                limit="biases are numbers of logits",
+                remedy="pass a float",
+            )
+    try:
+        values = np.array([float(bias) for bias in value.values()], np.float64)
+    except OverflowError:
+        raise InvalidRequest("logit_bias holds a number that no float can be", field="logit_bias", remedy="pass floats") from None
+    return {"bias_ids": ids, "bias_values": values}
+
+
+def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str]) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    """Return the fields and arrays of a message. Raises: InvalidRequest; an unknown option lists the known ones."""
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise InvalidRequest(
             f"unknown option {unknown[0]!r}",
             field=unknown[0],
             value=unknown[0],
-            limit=f"known: {', '.join(OPTIONS)}",
+            limit=f"known: {', '.join(known)}",
             remedy=f"leave {unknown[0]} out",
         )
     given = dict(options)
-    request_id = given.pop("request_id", None)
-    prompt = id_array("prompt_ids", prompt_ids)
-    arrays: dict[str, np.ndarray] = {"prompt_ids": prompt}
+    arrays: dict[str, np.ndarray] = {"prompt_ids": id_array("prompt_ids", prompt_ids)}
     for name in ("stop_ids", "forced_ids"):
         ids = given.pop(name, None)
         if ids is not None:
             array = id_array(name, ids)  # type: ignore[arg-type]
             if array.size or name == "forced_ids":
                 arrays[name] = array
+    biases = given.pop("logit_bias", None)
+    if biases is not None:
+        arrays |= _biases(biases)
+    stop = given.pop("stop", None)
+    if stop is not None and stop != ():
+        given["stop"] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, (list, tuple)) else stop
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}, arrays
+
+
+def _prepared(
+    op: Op, request_id: bytes, members: Sequence[bytes], fields: Mapping[str, object], arrays: Mapping[str, np.ndarray]
+) -> Prepared:
     return Prepared(
-        request_id=new_token() if request_id is None else checked_request_id(request_id),
-        prompt_ids=prompt.astype(np.int32, copy=False),
-        wants_logprobs=given.get("logprobs", True) is not False,
-        fields={name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()},
+        op=op,
+        request_id=request_id,
+        members=tuple(members),
+        prompt_ids=arrays["prompt_ids"].astype(np.int32, copy=False),
+        wants=Wants(logprobs=fields.get("logprobs", True) is not False, kept_ids=fields.get("return_kept_ids", False) is True),
+        fields=fields,
         arrays=arrays,
     )
+
+
+def prepare(prompt_ids: Ids, options: Mapping[str, object]) -> Prepared:
+    """Return the message of a generation. Raises: InvalidRequest; an unknown option lists the known ones."""
+    fields, arrays = _message(prompt_ids, options, OPTIONS)
+    given = fields.pop("request_id", None)
+    request_id = new_token() if given is None else checked_request_id(given)
+    return _prepared(Op.GENERATE, request_id, [request_id], fields, arrays)
+
+
+def prepare_group(prompt_ids: Ids, n: int, options: Mapping[str, object]) -> Prepared:
+    """Return the message of a group. Raises: InvalidRequest, also for n < 1; an unknown option lists the known ones."""
+    if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_MEMBERS:
+        raise InvalidRequest(
+            f"n={n!r} members", field="n", value=n, limit=f"an integer from 1 to {MAX_MEMBERS}", remedy="ask for at least one member"
+        )
+    fields, arrays = _message(prompt_ids, options, GROUP_OPTIONS)
+    given = fields.pop("request_ids", None)
+    members = [new_token() for _ in range(n)] if given is None else [checked_request_id(one) for one in given]  # type: ignore[attr-defined]
+    if len(members) != n or len(set(members)) != n:
+        raise InvalidRequest(
+            f"{len(members)} request_ids for n={n} members",
+            field="request_ids",
+            value=len(members),
+            limit="one for each member, all different",
+            remedy="leave request_ids out, or draw one for each member",
+        )
+    arrays["member_ids"] = np.frombuffer(b"".join(members), np.uint8).reshape(-1, SECRET_BYTES)
+    # Made from the members' ids, so that the same group has the same message when it is sent again.
+    group_id = hashlib.blake2b(b"".join(members), digest_size=SECRET_BYTES).digest()
+    return _prepared(Op.GENERATE_GROUP, group_id, members, fields, arrays)

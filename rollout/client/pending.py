@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.client.results import Delta, FinishReason, Generation
+from rollout.client.parameters import Wants
+from rollout.client.results import Delta, FinishReason, Generation, PromptScore
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
 from rollout.wire.messages import Ending
@@ -96,19 +97,66 @@ class Columns(NamedTuple):
         )
 
 
+class KeptColumns:
+    """Kept sets of a growing stream: where each token's set ends, and the ids of all of them."""
+
+    __slots__ = ("_ends", "_ids", "_length")
+
+    def __init__(self) -> None:
+        self._ends = np.zeros(FIRST_ROOM + 1, np.int64)
+        self._ids = np.empty(FIRST_ROOM, np.int32)
+        self._length = 0
+
+    def append(self, counts: np.ndarray, ids: np.ndarray) -> None:
+        """Take the sets of the next tokens."""
+        start, after = int(self._ends[self._length]), self._length + counts.size
+        if after >= self._ends.size:
+            self._ends = _wider(self._ends, self._length + 1, max(after + 1, 2 * self._ends.size))
+        if start + ids.size > self._ids.size:
+            self._ids = _wider(self._ids, start, max(start + ids.size, 2 * self._ids.size))
+        self._ids[start : start + ids.size] = ids
+        self._ends[self._length + 1 : after + 1] = start + np.cumsum(counts, dtype=np.int64)
+        self._length = after
+
+    def cut(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return counts and ids of a stretch of tokens, read-only."""
+        ends = self._ends[start : stop + 1]
+        counts, ids = np.diff(ends).astype(np.int32), self._ids[ends[0] : ends[-1]]
+        counts.flags.writeable = ids.flags.writeable = False
+        return counts, ids
+
+
+def _wider(array: np.ndarray, used: int, size: int) -> np.ndarray:
+    wider = np.empty(size, array.dtype)
+    wider[:used] = array[:used]
+    return wider
+
+
 class StreamRecord(Pending):
-    """A generation under way; see the module."""
+    """A generation under way; see the module. `group_id` names the message that began it together with others."""
 
-    __slots__ = ("_columns", "ending", "length", "prompt_ids", "wants_logprobs")
+    __slots__ = ("_columns", "_kept", "ending", "group_id", "length", "prompt_ids", "prompt_score", "text", "wants")
 
-    def __init__(self, request_id: bytes, frames: list[Frame], since: float, *, prompt_ids: np.ndarray, wants_logprobs: bool) -> None:
+    def __init__(
+        self,
+        request_id: bytes,
+        frames: list[Frame],
+        since: float,
+        *,
+        prompt_ids: np.ndarray,
+        wants: Wants,
+        group_id: bytes | None = None,
+    ) -> None:
         super().__init__(request_id, frames, since)
-        self.prompt_ids, self.wants_logprobs = prompt_ids, wants_logprobs
+        self.prompt_ids, self.wants, self.group_id = prompt_ids, wants, group_id
         self.length = 0
         self.ending: Ending | None = None
+        self.prompt_score: PromptScore | None = None
+        self.text: str | None = None
         self._columns = Columns.room_for(FIRST_ROOM)
+        self._kept = KeptColumns() if wants.kept_ids else None
 
-    def append(self, offset: int, tokens: Columns) -> bool:
+    def append(self, offset: int, tokens: Columns, kept: tuple[np.ndarray, np.ndarray] | None = None) -> bool:
         """Take tokens that start at `offset`: overlap is trimmed; False for a gap, which takes nothing."""
         if offset > self.length:
             return False
@@ -118,15 +166,20 @@ class StreamRecord(Pending):
             return True
         after = self.length + count
         if after > self._columns.ids.size:
-            wider = Columns.room_for(max(after, 2 * self._columns.ids.size))
-            for old, new in zip(self._columns, wider):
-                new[: self.length] = old[: self.length]
-            self._columns = wider
+            size = max(after, 2 * self._columns.ids.size)
+            self._columns = Columns(*(_wider(column, self.length, size) for column in self._columns))
         for column, news in zip(self._columns, tokens):
             column[self.length : after] = news[skip:]
+        if self._kept is not None:
+            counts, ids = kept if kept is not None else (np.zeros(len(tokens.ids), np.int32), np.empty(0, np.int32))
+            self._kept.append(counts[skip:], ids[int(counts[:skip].sum()) :])
         # Last, so that a reader that sees the length also sees the tokens.
         self.length = after
         return True
+
+    def is_whole(self, ending: Ending) -> bool:
+        """Tell whether everything that an ending speaks of is here."""
+        return self.length == ending.output_tokens and (self.prompt_score is not None or not ending.prompt_scored)
 
     def tokens(self, start: int, stop: int) -> Columns:
         """Return read-only tokens; `stop` must come from `length`."""
@@ -135,24 +188,36 @@ class StreamRecord(Pending):
             column.flags.writeable = False
         return part
 
+    def _incomplete(self, what: str) -> RolloutError:
+        return RolloutError(
+            f"request {self.request_id.hex()} lacks {what}",
+            limit="every sampled token has one",
+            remedy="report this; do not train on it",
+            code="engine_failure",
+        )
+
     def _logprobs(self, part: Columns) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        if not self.wants_logprobs:
+        if not self.wants.logprobs:
             return None, None, None
         if np.isnan(part.logprobs).any() or np.isnan(part.raw_logprobs).any():
-            raise RolloutError(
-                f"request {self.request_id.hex()} lacks log-probabilities",
-                limit="every sampled token has one",
-                remedy="report this; do not train on it",
-                code="engine_failure",
-            )
+            raise self._incomplete("log-probabilities")
         equal = np.isnan(part.behaviour_logprobs)
         behaviour = None if equal.all() else np.where(equal, part.logprobs, part.behaviour_logprobs)
         return part.logprobs, part.raw_logprobs, behaviour
 
-    def delta(self, start: int, stop: int, finished: Generation | None) -> Delta:
+    def _kept_sets(self, start: int, stop: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if self._kept is None:
+            return None, None
+        counts, ids = self._kept.cut(start, stop)
+        if not counts.all():
+            raise self._incomplete("kept sets")
+        return counts, ids
+
+    def delta(self, start: int, stop: int, finished: Generation | None, prompt_score: PromptScore | None = None) -> Delta:
         """Return the tokens of a stretch as a value."""
         part = self.tokens(start, stop)
         logprobs, raw, behaviour = self._logprobs(part)
+        kept_counts, kept_ids = self._kept_sets(start, stop)
         return Delta(
             offset=start,
             ids=part.ids,
@@ -161,6 +226,9 @@ class StreamRecord(Pending):
             behaviour_logprobs=behaviour,
             versions=part.versions,
             finished=finished,
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
+            prompt_logprobs=prompt_score,
         )
 
     def generation(self) -> Generation:
@@ -169,6 +237,7 @@ class StreamRecord(Pending):
         assert ending is not None, "a generation comes after its ending"
         part = self.tokens(0, self.length)
         logprobs, raw, behaviour = self._logprobs(part)
+        kept_counts, kept_ids = self._kept_sets(0, self.length)
         return Generation(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
@@ -178,10 +247,15 @@ class StreamRecord(Pending):
             behaviour_logprobs=behaviour,
             versions=part.versions,
             kv_spans=tuple((span[0], span[1]) for span in ending.kv_spans),
-            finish_reason=FinishReason(kind=ending.kind, stop_id=ending.stop_id, detail=ending.detail),
+            finish_reason=FinishReason(kind=ending.kind, stop_id=ending.stop_id, detail=ending.detail, stop_string=ending.stop_string),
             seed=ending.seed,
             cached_tokens=ending.cached_tokens,
             prompt_tokens=ending.prompt_tokens,
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
+            prompt_logprobs=self.prompt_score,
+            text=self.text,
+            kv_rebuilt_at=tuple(ending.kv_rebuilt_at),
         )
 
     def result(self) -> Generation:
@@ -201,3 +275,34 @@ class StreamRecord(Pending):
             failed.generation, failed.reason_code = generation, cause.code if cause else None
             raise failed
         return generation
+
+
+class DeltaCursor:
+    """How far one reader of a stream has come."""
+
+    __slots__ = ("_gave_score", "_record", "_start", "over")
+
+    def __init__(self, record: StreamRecord) -> None:
+        self._record = record
+        self._start = 0
+        self._gave_score = False
+        self.over = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is nothing to read yet."""
+        return self._record.length == self._start and not self._record.done
+
+    def read(self) -> Delta:
+        """Return what came since; the last delta has the generation. Raises: as `StreamRecord.result`."""
+        record = self._record
+        done = record.done
+        start, stop = self._start, record.length
+        self._start = stop
+        score = None if self._gave_score else record.prompt_score
+        self._gave_score = score is not None or self._gave_score
+        failed = record.error is None and record.ending is not None and record.ending.kind == "failed"
+        if not done or (failed and stop > start):
+            return record.delta(start, stop, None, score)
+        self.over = True
+        return record.delta(start, stop, record.result(), score)

@@ -14,11 +14,22 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """Why a generation ended: stop (with the id), length, cancelled, expired or failed."""
+    """Why a generation ended: stop (with the id or the string), length, cancelled, expired or failed."""
 
     kind: str
     stop_id: int | None = None
     detail: str | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptScore:
+    """Log-probabilities of a prompt's ids from position `start` on, tempered and raw, and the version that computed them."""
+
+    start: int
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +39,10 @@ class Generation:
     Shapes: `prompt_ids` [p] int32; all per-token arrays [n]. `logprobs` are log-probabilities under the model's logits
     divided by the temperature, `raw_logprobs` under the logits; `behaviour_logprobs` is None when it equals `logprobs`
     everywhere. `versions` names the weights of each token's forward; `kv_spans` lists (first position, version) runs of
-    the KV over prompt and output.
+    the KV over prompt and output; `kv_rebuilt_at` the numbers of ids at which a preempted request had its KV rebuilt.
+    `kept_counts` [n] cut `kept_ids`, the ids that the filters kept, into tokens (None unless `return_kept_ids`).
+    `prompt_logprobs` are None unless `prompt_logprobs_from`, or if the prompt was not computed. `text` is None without `stop`;
+    else that of the whole output, earlier output included, cut before the stop string.
     """
 
     request_id: bytes
@@ -43,11 +57,16 @@ class Generation:
     seed: int
     cached_tokens: int
     prompt_tokens: int
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
+    prompt_logprobs: PromptScore | None = None
+    text: str | None = None
+    kv_rebuilt_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delta:
-    """New tokens of a stream from `offset` on; `finished` comes with the last one."""
+    """New tokens of a stream from `offset` on; `finished` comes with the last one, `prompt_logprobs` once, as soon as they are there."""
 
     offset: int
     ids: np.ndarray
@@ -56,6 +75,9 @@ class Delta:
     behaviour_logprobs: np.ndarray | None
     versions: np.ndarray
     finished: Generation | None
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
+    prompt_logprobs: PromptScore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +113,7 @@ class EngineFacts:
     pool_tokens: int
     max_rows: int
     sampling_slots: int
+    kept_ids: bool
     run_ahead: int
     decode_tables: str
     num_parameters: int

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 
 from rollout.config import ServiceConfig
+from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk
 from rollout.service.outbound import Outbound
-from rollout.service.requests import Admission
 from rollout.service.sessions import Channel, Session
 from rollout.service.supervisor import Supervisor
-from rollout.tokenizer_files import chat_template_digest, read_tokenizer_files, tokenizer_digest
+from rollout.tokenizer_files import chat_template_digest, tokenizer_digest
 from rollout.wire.codec import PROTOCOL_VERSION, Packet
 from rollout.wire.messages import Message, Op, StatsResult
 
 
 class Answers:
-    """See the module. `numbers` gives the front's counters and gauges, `health` its state."""
+    """See the module. `files` are the tokenizer's, `numbers` gives the front's counters and gauges, `health` its state."""
 
     def __init__(
         self,
@@ -31,6 +30,7 @@ class Answers:
         control: ControlDesk,
         admission: Admission,
         supervisor: Supervisor,
+        files: Mapping[str, bytes],
         *,
         numbers: Callable[[], dict[str, object]],
         health: Callable[[], str],
@@ -38,7 +38,7 @@ class Answers:
         self._config, self._incarnation, self._outbound, self._calls = config, incarnation, outbound, calls
         self._control, self._admission, self._supervisor = control, admission, supervisor
         self._numbers, self._health = numbers, health
-        self._files = read_tokenizer_files(Path(config.model))
+        self._files = files
         self._digests = {
             "tokenizer_digest": tokenizer_digest(self._files),
             "chat_template_digest": chat_template_digest(self._files),

@@ -23,9 +23,9 @@ from rollout.errors import (
     WeightUpdateError,
     error_fields,
 )
+from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.host_link import HostLink
-from rollout.service.requests import Admission
 from rollout.service.sessions import Channel, Session
 from rollout.wire.codec import Packet
 from rollout.wire.messages import (

@@ -24,9 +24,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from rollout.service.parent_watch import ParentWatch
 from rollout.service.step_outbox import StepOutbox
 from rollout.service.weight_intake import StagedFile, WeightIntake
 from rollout.state import FileLock
-from rollout.wire.codec import NO_REQUEST, Packet, decode, encode
+from rollout.wire.codec import NO_REQUEST, Arrays, Packet, decode, encode
 from rollout.wire.messages import (
     HOST_REQUESTS,
     EngineFacts,
@@ -52,6 +52,9 @@ from rollout.wire.messages import (
     WeightsUpdateRef,
 )
 from rollout.wire.transport import Context, Peer, Poller
+
+if TYPE_CHECKING:
+    from areno.request import Request
 
 log = logging.getLogger("rollout.engine_host")
 MAX_INBOUND_PER_TURN = 512
@@ -105,11 +108,51 @@ def _no_array(dtype: type) -> np.ndarray:
     return np.empty(0, dtype)
 
 
+def requests_of(body: Submit, arrays: Arrays) -> list[Request]:
+    """Return the engine's requests of a message. Raises: the engine's InvalidRequest and its kinds."""
+    from areno.request import Request, SamplingParams
+
+    params = body.params
+    sampling = SamplingParams(
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(zip(arrays["bias_ids"].tolist(), arrays["bias_values"].tolist())) if "bias_ids" in arrays else {},
+        stop_ids=arrays.get("stop_ids", ()),
+        ignore_eos=params.ignore_eos,
+        forced_ids=arrays.get("forced_ids"),
+        logprobs=params.logprobs,
+        prompt_logprobs_from=params.prompt_logprobs_from,
+        return_kept_ids=params.return_kept_ids,
+    )
+    return [
+        Request(
+            request_id=engine_id,
+            prompt_ids=arrays["prompt_ids"],
+            sampling=replace(sampling, seed=seed),
+            lineage=params.lineage,
+            cache_salt=params.cache_salt,
+            kv_policy=params.kv_policy,
+            max_kv_lag=params.max_kv_lag,
+            # The front's numbers are unique, so the first member's can name the group.
+            group=body.engine_ids[0] if body.grouped else None,
+            prior_output_tokens=params.prior_output_tokens,
+        )
+        for engine_id, seed in zip(body.engine_ids, body.seeds)
+    ]
+
+
 class EngineHost:
     """The loop; owns the engine, its intake and the outbox."""
 
-    def __init__(self, engine: Any, peer: Peer, weights_dir: Path) -> None:
-        self._engine, self._peer = engine, peer
+    def __init__(self, engine: Any, peer: Peer, weights_dir: Path, *, kept_ids: bool = False) -> None:
+        self._engine, self._peer, self._kept_ids = engine, peer, kept_ids
         self._poller = Poller([peer])
         self._outbox = StepOutbox(peer)
         self._intake = WeightIntake(engine, weights_dir)
@@ -133,8 +176,8 @@ class EngineHost:
     def run(self) -> None:
         """Serve until told to stop. Blocks."""
         info = self._engine.info
-        facts = {name: getattr(info, name) for name in EngineFacts.model_fields}
-        facts["eos_ids"] = [int(one) for one in facts["eos_ids"]]
+        facts = {name: getattr(info, name) for name in EngineFacts.model_fields if name != "kept_ids"}
+        facts |= {"eos_ids": [int(one) for one in info.eos_ids], "kept_ids": self._kept_ids}
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
         while not self._stopping:
             self._poller.watch(self._peer, writable=self._outbox.wants_room)
@@ -166,36 +209,22 @@ class EngineHost:
                     self._outbox.reply(Op.ERROR, packet.request_id, error_fields(error))
 
     def _submit(self, packet: Packet) -> None:
-        from areno.request import Request, SamplingParams
-
+        """Queue a request, or the members of a group: all of them or none."""
         body = packet.body
         assert isinstance(body, Submit)
-        params = body.params
+        submitted: list[int] = []
         try:
-            sampling = SamplingParams(
-                max_new_tokens=params.max_new_tokens,
-                min_new_tokens=params.min_new_tokens,
-                temperature=params.temperature,
-                seed=params.seed,
-                stop_ids=packet.arrays.get("stop_ids", ()),
-                ignore_eos=params.ignore_eos,
-                forced_ids=packet.arrays.get("forced_ids"),
-                logprobs=params.logprobs,
-            )
-            request = Request(
-                request_id=body.engine_id,
-                prompt_ids=packet.arrays["prompt_ids"],
-                sampling=sampling,
-                lineage=params.lineage,
-                cache_salt=params.cache_salt,
-                kv_policy=params.kv_policy,
-                max_kv_lag=params.max_kv_lag,
-            )
-            self._engine.submit(request)
+            for request in requests_of(body, packet.arrays):
+                self._engine.submit(request)
+                submitted.append(request.request_id)
         except Exception as error:
-            self._outbox.refuse(body.engine_id, error)
+            for engine_id in submitted:
+                self._engine.cancel(engine_id)
+            for engine_id in body.engine_ids:
+                self._outbox.refuse(engine_id, error)
         else:
-            self._outbox.accept(body.engine_id)
+            for engine_id in body.engine_ids:
+                self._outbox.accept(engine_id)
 
     def _step_ack(self, packet: Packet) -> None:
         assert isinstance(packet.body, StepAck)
@@ -298,7 +327,8 @@ def _serve(config: HostConfig, peer: Peer) -> int:
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
         return EXIT_LOAD_FAILED
     try:
-        EngineHost(engine, peer, Path(config.weights_dir)).run()
+        kept_ids = bool(config.engine_arguments.get("kept_ids", False))
+        EngineHost(engine, peer, Path(config.weights_dir), kept_ids=kept_ids).run()
     except Exception as error:
         log.exception("the engine host fails")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))

@@ -38,6 +38,7 @@ from rollout.errors import (
     WireError,
     error_fields,
 )
+from rollout.service.admission import Admission
 from rollout.service.answers import Answers
 from rollout.service.bound_sockets import BoundSockets
 from rollout.service.calls import Calls
@@ -47,16 +48,19 @@ from rollout.service.ledger import Ledger
 from rollout.service.metrics import FrontMetrics, snapshot
 from rollout.service.outbound import Outbound
 from rollout.service.parent_watch import ParentWatch
-from rollout.service.requests import Admission, RequestDesk
+from rollout.service.requests import RequestDesk
 from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
 from rollout.service.supervisor import OnEvent, Supervisor
+from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
 from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score
 from rollout.wire.security import new_token
 from rollout.wire.transport import Incoming, Poller, Router
 
 log = logging.getLogger("rollout.front")
+GENERATIONS = (Op.GENERATE, Op.GENERATE_GROUP)
 MAX_MESSAGES_PER_TURN = 1024
 RETRY_S = 0.01
 HOST_GRACE_S = 5.0
@@ -89,8 +93,17 @@ class Front:
         self._link = HostLink(config, self._sockets.context, self._poller)
         self._calls = Calls(self._link, self._outbound.reply)
         self._admission = Admission(self._refusal)
+        files = read_tokenizer_files(Path(config.model))
         self._requests = RequestDesk(
-            self._ledger, self._streams, self._sessions, self._link, self._calls, self._admission, self._outbound.reply, seed=config.seed
+            self._ledger,
+            self._streams,
+            self._sessions,
+            self._link,
+            self._calls,
+            self._admission,
+            self._outbound.reply,
+            StopText(files),
+            seed=config.seed,
         )
         self._control = ControlDesk(self._link, self._calls, self._admission, self._sockets.state.next_version, self._published)
         self._admission.version = self._sockets.state.next_version()
@@ -113,6 +126,7 @@ class Front:
             self._control,
             self._admission,
             self._supervisor,
+            files,
             numbers=self._numbers,
             health=lambda: self.health,
         )
@@ -268,13 +282,13 @@ class Front:
                 raise NoSession(
                     "the connection chose its own routing id", limit="the service draws them", remedy="leave the socket's identity unset"
                 )
-            generation = channel is Channel.DATA and header.op == Op.GENERATE and header.version == PROTOCOL_VERSION
+            generation = channel is Channel.DATA and header.op in GENERATIONS and header.version == PROTOCOL_VERSION
             packet = decode(incoming.frames, DATA_REQUESTS if channel is Channel.DATA else CONTROL_REQUESTS)
             if packet.op is Op.HELLO:
                 self._hello(channel, incoming.route, packet, now)
                 return
             session = self._sessions.heard(channel, incoming.route, now)
-            if packet.op is Op.GENERATE:
+            if packet.op in GENERATIONS:
                 generation = False
                 self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
             elif channel is Channel.DATA or not self._calls.is_open(session, request_id):
@@ -361,6 +375,7 @@ class Front:
 
     def _numbers(self) -> dict[str, object]:
         numbers = snapshot(self._metrics, self._ledger, self._sessions, self._streams, held=self._requests.num_held, health=self.health)
+        numbers["watched_for_stop_strings"] = self._requests.num_watched
         return {**numbers, "version": self._admission.version, "paused": self._admission.paused, "open_calls": len(self._calls)}
 
 

@@ -10,67 +10,25 @@ Engine numbers are generation << 24 | row, so late news of a row's former reques
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns, TokenStore
+from rollout.service.records import KINDS, Record, RecordState, Reservation, Terminal
+from rollout.service.token_store import BYTES_PER_TOKEN, KEPT_BYTES_PER_TOKEN, TokenColumns, TokenStore
 
 ROW_BITS = 24
 ROW_MASK = (1 << ROW_BITS) - 1
 REMEMBERED_IDS = 200_000
-KINDS = ("stop", "length", "cancelled", "expired", "failed")
-
-
-class RecordState(enum.Enum):
-    """Where a request stands; ENDED is terminal."""
-
-    DECIDING = "deciding"
-    LIVE = "live"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminal:
-    """The one end of a request; counts in tokens. `error` is the wire form of a failure's cause."""
-
-    kind: str
-    stop_id: int | None = None
-    detail: str | None = None
-    error: dict[str, object] | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    seed: int = 0
-    kv_spans: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """One request. `host` names the engine host that runs it; `submitted`: handed over; `killing`: its end was asked for."""
-
-    row: int
-    engine_id: int
-    request_id: bytes
-    session: int
-    fingerprint: bytes
-    prompt_tokens: int
-    reserved_bytes: int
-    seed: int
-    received_at: float
-    deadline: float | None = None
-    min_version: int | None = None
-    host: int = 0
-    submitted: bool = False
-    killing: bool = False
-    state: RecordState = RecordState.DECIDING
-    terminal: Terminal | None = None
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; see the module for the identities."""
+    """Totals since the start; see the module for the identities.
+
+    `late_tokens` came for requests that had ended; `tokens_after_stop` were sampled after the end of a stop string.
+    """
 
     received: int = 0
     refused: int = 0
@@ -83,6 +41,7 @@ class Counters:
     failed: int = 0
     tokens: int = 0
     late_tokens: int = 0
+    tokens_after_stop: int = 0
 
 
 @dataclass(slots=True)
@@ -105,6 +64,7 @@ class Ledger:
         self._free_rows = list(range(self.tokens.num_rows - 1, -1, -1))
         self._generation = np.zeros(self.tokens.num_rows, np.int64)
         self._taking = np.zeros(self.tokens.num_rows, bool)
+        self._keeps = np.zeros(self.tokens.num_rows, bool)
         self._owned: dict[int, _Owned] = {}
         self._live = 0
         self._deciding = 0
@@ -125,9 +85,10 @@ class Ledger:
         """Ended records that were not acknowledged yet."""
         return self._held
 
-    def has_room(self, reserve_bytes: int) -> bool:
-        """Tell whether another request fits the admission limits."""
-        return self._live + self._deciding < self._max_requests and self.reserved_bytes + reserve_bytes <= self._max_bytes
+    def has_room(self, needs: Reservation, count: int = 1) -> bool:
+        """Tell whether this many more requests with these needs fit the admission limits."""
+        fits = self.reserved_bytes + count * needs.num_bytes <= self._max_bytes
+        return self._live + self._deciding + count <= self._max_requests and fits
 
     def get(self, session: int, request_id: bytes) -> Record | None:
         """Return a session's record, or None."""
@@ -145,6 +106,10 @@ class Ledger:
         record = self._rows[row] if row < len(self._rows) else None
         return record if record is not None and record.engine_id == engine_id else None
 
+    def token_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Return the most bytes that one token of each row takes."""
+        return BYTES_PER_TOKEN + self._keeps[rows] * KEPT_BYTES_PER_TOKEN
+
     def row_record(self, row: int) -> Record:
         """Return the record of a row in use."""
         record = self._rows[row]
@@ -161,7 +126,7 @@ class Ledger:
         return list(owned.records.values()) if owned else []
 
     def open(
-        self, session: int, request_id: bytes, fingerprint: bytes, *, prompt_tokens: int, max_new_tokens: int, seed: int, now: float
+        self, session: int, request_id: bytes, fingerprint: bytes, *, prompt_tokens: int, needs: Reservation, seed: int, now: float
     ) -> Record:
         """Make the record of a request whose verdict is outstanding; the caller has checked `has_room`."""
         if not self._free_rows:
@@ -175,12 +140,12 @@ class Ledger:
             session=session,
             fingerprint=fingerprint,
             prompt_tokens=prompt_tokens,
-            reserved_bytes=max(0, max_new_tokens) * BYTES_PER_TOKEN,
+            reserved_bytes=needs.num_bytes,
             seed=seed,
             received_at=now,
         )
         self._rows[row] = record
-        self._taking[row] = True
+        self._taking[row], self._keeps[row] = True, needs.keeps
         self.reserved_bytes += record.reserved_bytes
         self._deciding += 1
         self._owned.setdefault(session, _Owned()).records[request_id] = record
@@ -193,6 +158,7 @@ class Ledger:
         self._free_rows.extend(range(2 * rows - 1, rows - 1, -1))
         self._generation = np.concatenate([self._generation, np.zeros(rows, np.int64)])
         self._taking = np.concatenate([self._taking, np.zeros(rows, bool)])
+        self._keeps = np.concatenate([self._keeps, np.zeros(rows, bool)])
 
     def accept(self, record: Record) -> None:
         """Take the engine's consent."""
@@ -235,7 +201,7 @@ class Ledger:
             if not rows.size:
                 return np.empty(0, np.int64)
         self.counters.tokens += int(rows.size)
-        return self.tokens.append(rows, tokens)
+        return self.tokens.append(rows, tokens, self._keeps[rows])
 
     def end(self, record: Record, terminal: Terminal) -> bool:
         """Give a request its terminal event; False if it has one already. A deciding request counts as accepted first."""
@@ -249,7 +215,7 @@ class Ledger:
         self._held += 1
         setattr(self.counters, terminal.kind, getattr(self.counters, terminal.kind) + 1)
         self.reserved_bytes -= record.reserved_bytes
-        record.reserved_bytes = int(self.tokens.lengths[record.row]) * BYTES_PER_TOKEN
+        record.reserved_bytes = self.tokens.num_bytes(record.row) + record.extra_bytes
         self.reserved_bytes += record.reserved_bytes
         if record.session not in self._owned:
             self._forget(record)

@@ -2,13 +2,14 @@
 
 The front calls it with decoded messages of clients and of the engine host; it drives the ledger and the streams.
 
-    client GENERATE -> open record -> SUBMIT to the host (or hold, while no host is ready or `min_version` is not there)
-    host STEP       -> verdicts (accept / refuse) -> tokens into the ledger -> endings; then STEP_ACK to the host
+    client GENERATE -> open records -> SUBMIT to the host (or wait, while no host is ready or `min_version` is not there)
+    host STEP       -> verdicts (accept / refuse) -> prompt scores, tokens into the ledger -> endings; then STEP_ACK to the host
     deadline, cancel, ended lease -> KILL to the host; the host's STEP brings the ending
     host death      -> every submitted record ends as failed; held ones wait for the next host
 
 While the engine is paused it cannot bring endings, so the front ends cancelled and expired requests itself and the
-ledger drops what the engine says about them later.
+ledger drops what the engine says about them later. A stop string is found here: the record takes no token after the one that
+completes it, the engine is told, and the terminal event waits for the engine's word on the KV.
 """
 
 from __future__ import annotations
@@ -17,45 +18,34 @@ import heapq
 import logging
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from rollout.errors import Busy, Conflict, Gone, InvalidRequest, RolloutError, error_fields
+from rollout.errors import Gone, InvalidRequest, RolloutError, error_fields
+from rollout.seeds import derive_seed
+from rollout.service.admission import Admission, form_refusal, id_refusal, room_refusal
 from rollout.service.calls import Calls, Reply
+from rollout.service.endings import terminal_of
 from rollout.service.host_link import HostLink
-from rollout.service.ledger import Ledger, Record, RecordState, Terminal
+from rollout.service.ledger import Ledger
+from rollout.service.records import PromptScore, Record, RecordState, Reservation
 from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.service.stop_desk import StopDesk
+from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
-from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns
-from rollout.wire.codec import NO_REQUEST, Arrays, Packet
-from rollout.wire.messages import Cancel, CancelResult, Generate, HostEnding, Message, Op, Step
+from rollout.service.submissions import Submission, Submissions
+from rollout.service.token_store import KeptSets, TokenColumns
+from rollout.wire.codec import Arrays, Packet
+from rollout.wire.messages import Cancel, CancelResult, Generate, GenerateGroup, HostEnding, Message, Op, Step
 
 log = logging.getLogger("rollout.front")
 MAX_NAMED_ENDINGS = 1024
 SPARE_DEADLINES = 1024
 
 
-class Admission:
-    """What decides whether and when requests go to the engine: written by the front's parts, read by the request desk.
-
-    `refusal` gives the reason why nothing is taken at all, or None.
-    """
-
-    def __init__(self, refusal: Callable[[], RolloutError | None]) -> None:
-        self.refusal = refusal
-        self.ready = False
-        self.paused = False
-        self.version = 0
-        self.max_model_len: int | None = None
-
-    def open_for(self, record: Record) -> bool:
-        """Tell whether the engine may have this record now."""
-        return self.ready and self.refusal() is None and (record.min_version is None or record.min_version <= self.version)
-
-
 class RequestDesk:
-    """Drives requests; see the module. Owns the held requests and the deadlines."""
+    """Drives requests; see the module. Owns the deadlines, what waits for the engine, and the stop strings."""
 
     def __init__(
         self,
@@ -66,6 +56,7 @@ class RequestDesk:
         calls: Calls,
         admission: Admission,
         reply: Reply,
+        stop_text: StopText,
         *,
         seed: int | None,
     ) -> None:
@@ -74,88 +65,97 @@ class RequestDesk:
         self._draw_seed = lambda: draw.getrandbits(64)
         self._ledger, self._streams, self._sessions = ledger, streams, sessions
         self._link, self._calls, self._admission, self._reply = link, calls, admission, reply
-        self._held: dict[int, tuple[Mapping[str, object], Arrays]] = {}
+        self._stop_text, self._stops = stop_text, StopDesk(stop_text, ledger.counters)
+        self._submissions = Submissions(link, admission)
         self._deadlines: list[tuple[float, int]] = []
 
     @property
     def num_held(self) -> int:
         """Requests that wait for a host or a version."""
-        return len(self._held)
+        return len(self._submissions)
 
-    def _refuse(self, session: Session, request_id: bytes, error: RolloutError) -> None:
-        self._ledger.refuse_at_door()
+    @property
+    def num_watched(self) -> int:
+        """Live requests with stop strings."""
+        return len(self._stops)
+
+    def _refuse(self, session: Session, request_id: bytes, error: RolloutError, count: int = 1) -> None:
+        for _ in range(count):
+            self._ledger.refuse_at_door()
         self._reply(session, Channel.DATA, Op.ERROR, request_id, error_fields(error))
 
     def generate(self, session: Session, packet: Packet, fingerprint: bytes, now: float) -> None:
-        """Take a generation, or refuse it with a typed error as its only reply."""
-        body = packet.body
+        """Take a generation or a group; a refusal is its only reply. A group is taken whole or not at all.
+
+        Ids that are here already with the same body attach.
+        """
+        body, arrays = packet.body, packet.arrays
         assert isinstance(body, Generate)
-        known = self._ledger.get(session.number, packet.request_id)
-        if known is not None and known.fingerprint == fingerprint:
-            self._ledger.attach()
-            self._streams.attach(known)
+        grouped = isinstance(body, GenerateGroup)
+        members = [row.tobytes() for row in arrays["member_ids"]] if grouped else [packet.request_id]
+        refusal = form_refusal(arrays)
+        fresh: list[int] = []
+        for index, request_id in enumerate(members):
+            known = self._ledger.get(session.number, request_id)
+            if known is not None and known.fingerprint == fingerprint:
+                self._ledger.attach()
+                self._streams.attach(known)
+                continue
+            own = id_refusal(self._ledger, session.number, request_id, known)
+            if isinstance(own, Gone):
+                self._refuse(session, request_id, own)
+                continue
+            fresh.append(index)
+            refusal = refusal or own
+        if members and not fresh:
             return
-        budget = min(body.max_new_tokens, self._admission.max_model_len or body.max_new_tokens)
-        refusal = self._door(session, packet.request_id, known, budget)
+        needs = self._admission.needs_of(body, int(arrays["prompt_ids"].size))
+        refusal = refusal or self._admission.refusal() or (self._stop_text.refusal(body.stop) if body.stop else None)
+        refusal = refusal or room_refusal(self._ledger, needs, len(fresh))
         if refusal is not None:
-            self._refuse(session, packet.request_id, refusal)
+            self._refuse(session, packet.request_id, refusal, max(1, len(fresh)))
             return
-        seed = self._draw_seed() if body.seed is None else body.seed
-        prompt_tokens = int(packet.arrays["prompt_ids"].size)
-        record = self._ledger.open(
-            session.number, packet.request_id, fingerprint, prompt_tokens=prompt_tokens, max_new_tokens=budget, seed=seed, now=now
-        )
-        record.min_version = body.min_version
-        if body.deadline_s is not None:
-            record.deadline = now + body.deadline_s
-            heapq.heappush(self._deadlines, (record.deadline, record.engine_id))
-        self._streams.attach(record)
+        base = self._draw_seed() if body.seed is None else body.seed
+        seeds = {members[index]: derive_seed(base, index) if grouped else base for index in fresh}
+        self._open(session, body, arrays, fingerprint, seeds, needs, now)
+
+    def _open(
+        self,
+        session: Session,
+        body: Generate,
+        arrays: Arrays,
+        fingerprint: bytes,
+        seeds: Mapping[bytes, int],
+        needs: Reservation,
+        now: float,
+    ) -> None:
+        """Make the records of a message's requests and hand them over when that may be. `seeds`: request id -> seed."""
+        prompt = arrays["prompt_ids"]
+        prior = body.prior_output_tokens if 0 < body.prior_output_tokens < prompt.size else 0
         lineage = None if body.lineage is None else f"{session.session_id.hex()}:{body.lineage}"
-        params = {**body.model_dump(), "seed": seed, "lineage": lineage}
-        self._held[record.engine_id] = (params, packet.arrays)
-        if self._admission.open_for(record):
-            self._submit(record)
-
-    def _door(self, session: Session, request_id: bytes, known: Record | None, budget: int) -> RolloutError | None:
-        if request_id == NO_REQUEST:
-            return InvalidRequest(
-                "a request id of zeros", field="request_id", limit="16 bytes that are not all zero", remedy="draw 16 random bytes"
+        submission = Submission(
+            params={**body.model_dump(), "lineage": lineage, "stop": []},
+            arrays={name: array for name, array in arrays.items() if name != "member_ids"},
+            grouped=isinstance(body, GenerateGroup),
+        )
+        for request_id, seed in seeds.items():
+            record = self._ledger.open(
+                session.number, request_id, fingerprint, prompt_tokens=int(prompt.size), needs=needs, seed=seed, now=now
             )
-        if known is not None:
-            return Conflict(
-                f"request {request_id.hex()} exists with another body",
-                field="request_id",
-                value=request_id.hex(),
-                remedy="draw a new request id",
-            )
-        if self._ledger.is_gone(session.number, request_id):
-            return Gone(
-                f"request {request_id.hex()} ended and was acknowledged",
-                field="request_id",
-                value=request_id.hex(),
-                remedy="draw a new request id",
-            )
-        refusal = self._admission.refusal()
-        if refusal is None and not self._ledger.has_room(budget * BYTES_PER_TOKEN):
-            refusal = Busy(
-                f"{self._ledger.live + self._ledger.deciding} requests reserve {self._ledger.reserved_bytes} bytes",
-                limit="the service's admission limit is reached",
-                remedy="ask again when some have ended, or start the service with larger max_requests and max_record_bytes",
-            )
-        return refusal
-
-    def _submit(self, record: Record) -> None:
-        params, arrays = self._held.pop(record.engine_id)
-        record.submitted = True
-        self._link.send(Op.SUBMIT, {"engine_id": record.engine_id, "params": params}, arrays)
+            record.min_version = body.min_version
+            if body.deadline_s is not None:
+                record.deadline = now + body.deadline_s
+                heapq.heappush(self._deadlines, (record.deadline, record.engine_id))
+            if body.stop:
+                earlier = prompt[prompt.size - prior :].tolist()
+                self._stops.watch(record.engine_id, body.stop, min_new_tokens=body.min_new_tokens, earlier=earlier)
+            self._streams.attach(record)
+            submission.members[record.engine_id] = record
+        self._submissions.add(submission)
 
     def submit_held(self) -> None:
         """Hand over what may go now; called when a host became ready, a version was published or a refusal ended."""
-        for engine_id in list(self._held):
-            record = self._ledger.by_engine_id(engine_id)
-            assert record is not None, "a held request has a record"
-            if self._admission.open_for(record):
-                self._submit(record)
+        self._submissions.send_open()
 
     def attach(self, session: Session, packet: Packet) -> None:
         """Continue streams from the client's own positions."""
@@ -212,10 +212,10 @@ class RequestDesk:
             self._answer_cancel(session, call_id, False, state)
         elif record.terminal is not None:
             self._answer_cancel(session, call_id, False, record.terminal.kind)
-        elif record.killing:
+        elif record.killing and not self._stands_still(record):
             self._answer_cancel(session, call_id, False, "ending")
         elif self._end_here(record, "cancelled", None):
-            self._answer_cancel(session, call_id, True, "waiting")
+            self._answer_cancel(session, call_id, not record.stopped, "stop" if record.stopped else "waiting")
         else:
             record.killing = True
             fields = {"engine_id": record.engine_id, "kind": "cancelled", "detail": None}
@@ -224,22 +224,49 @@ class RequestDesk:
     def _verdict(self, record: Record, body: Message) -> Mapping[str, object]:
         assert isinstance(body, CancelResult)
         state = record.terminal.kind if record.terminal is not None else record.state.value
-        return {"cancelled": body.cancelled, "state": state}
+        return {"cancelled": body.cancelled and not record.stopped, "state": state}
 
     def _answer_cancel(self, session: Session, call_id: bytes, cancelled: bool, state: str) -> None:
         self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state})
+
+    def _stands_still(self, record: Record) -> bool:
+        """Tell whether a record has met its end while the engine, which would tell the rest of it, is paused."""
+        return record.stopped and self._admission.paused
 
     def _end_here(self, record: Record, kind: str, detail: str | None) -> bool:
         """End a request that the engine does not have, or that a paused engine cannot end."""
         if record.submitted and not self._admission.paused:
             return False
-        if record.submitted:
+        if record.submitted and not record.killing:
             self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": kind, "detail": detail})
-        self._held.pop(record.engine_id, None)
-        self._end(record, Terminal(kind=kind, detail=detail, prompt_tokens=record.prompt_tokens, seed=record.seed))
+        self._submissions.take_back(record)
+        self._end(record, kind, detail=detail)
         return True
 
-    def _end(self, record: Record, terminal: Terminal) -> None:
+    def _end(
+        self,
+        record: Record,
+        kind: str,
+        *,
+        detail: str | None = None,
+        error: dict[str, object] | None = None,
+        ending: HostEnding | None = None,
+    ) -> None:
+        """Give a record its terminal event, once. A stop string that was complete before is its end whatever came after."""
+        if record.state is RecordState.ENDED:
+            return
+        engine_id = record.engine_id
+        terminal = terminal_of(
+            record,
+            int(self._ledger.tokens.lengths[record.row]),
+            kind,
+            detail=detail,
+            error=error,
+            text=self._stops.text(engine_id),
+            match=self._stops.match(engine_id),
+            ending=ending,
+        )
+        self._stops.forget(engine_id)
         orphan = self._sessions.get(record.session) is None
         if orphan:
             self._streams.drop(record)
@@ -247,7 +274,9 @@ class RequestDesk:
             self._streams.ended(record)
 
     def _kill(self, record: Record, kind: str, detail: str) -> None:
-        if not record.killing and not self._end_here(record, kind, detail):
+        if record.killing and not self._stands_still(record):
+            return
+        if not self._end_here(record, kind, detail):
             record.killing = True
             self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": kind, "detail": detail})
 
@@ -261,13 +290,52 @@ class RequestDesk:
                 self._ledger.accept(record)
         for refusal in body.refused:
             self._refused(refusal.engine_id, refusal.error.model_dump(exclude_none=True))
-        tokens = TokenColumns(
-            arrays["token_ids"], arrays["logprobs"], arrays["raw_logprobs"], arrays["behaviour_logprobs"], arrays["versions"]
-        )
-        self._streams.grew(self._ledger.take_step(arrays["request_ids"], tokens))
+        self._take_scores(arrays)
+        stopped = self._take_tokens(arrays)
         for ending in body.finished:
             self._finished(ending)
+        for record in stopped:
+            if record.state is not RecordState.ENDED and not record.killing:
+                record.killing = True
+                self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": "stop", "detail": None})
         self._link.send(Op.STEP_ACK, {"seq": body.seq})
+
+    def _take_scores(self, arrays: Arrays) -> None:
+        """Give prompts their log-probabilities; those of ended requests are dropped."""
+        at = 0
+        for engine_id, start, count, version in arrays.get("prompt_scores", np.empty((0, 4), np.int64)).tolist():
+            record = self._ledger.by_engine_id(engine_id)
+            if record is not None and record.state is not RecordState.ENDED:
+                part = slice(at, at + count)
+                record.prompt_score = PromptScore(
+                    start=start,
+                    version=version,
+                    # Copies: a slice would keep the whole message.
+                    logprobs=arrays["prompt_logprobs"][part].copy(),
+                    raw_logprobs=arrays["prompt_raw_logprobs"][part].copy(),
+                )
+                self._streams.scored(record)
+            at += count
+
+    def _take_tokens(self, arrays: Arrays) -> list[Record]:
+        """Append the tokens of a step; return the records that a stop string has ended."""
+        engine_ids, counts = arrays["request_ids"], arrays.get("kept_counts")
+        tokens = TokenColumns(
+            arrays["token_ids"],
+            arrays["logprobs"],
+            arrays["raw_logprobs"],
+            arrays["behaviour_logprobs"],
+            arrays["versions"],
+            None if counts is None else KeptSets(counts, arrays["kept_ids"]),
+        )
+        places, completed = self._stops.scan(engine_ids, tokens.token_ids)
+        if places is not None:
+            engine_ids, tokens = engine_ids[places], tokens.take(places)
+        self._streams.grew(self._ledger.take_step(engine_ids, tokens))
+        stopped = [record for engine_id in completed if (record := self._ledger.by_engine_id(engine_id)) is not None]
+        for record in stopped:
+            record.stopped = True
+        return stopped
 
     def _refused(self, engine_id: int, error: Mapping[str, object]) -> None:
         record = self._ledger.by_engine_id(engine_id)
@@ -275,6 +343,7 @@ class RequestDesk:
             return
         session = self._sessions.get(record.session)
         self._streams.drop(record)
+        self._stops.forget(engine_id)
         self._ledger.refuse(record)
         if session is not None:
             self._reply(session, Channel.DATA, Op.ERROR, record.request_id, error)
@@ -285,20 +354,11 @@ class RequestDesk:
             return
         have = int(self._ledger.tokens.lengths[record.row])
         kind, detail = str(ending.kind), ending.detail
-        if have != ending.output_tokens:
+        if have != ending.output_tokens and not (record.stopped and have < ending.output_tokens):
             log.error("request %s has %d tokens, the engine counts %d", record.request_id.hex(), have, ending.output_tokens)
             kind, detail = "failed", f"{have} tokens arrived, the engine counts {ending.output_tokens}"
-        terminal = Terminal(
-            kind=kind,
-            stop_id=ending.stop_id,
-            detail=detail,
-            error={"code": "engine_failure", "what": detail or "the engine failed this request"} if kind == "failed" else None,
-            prompt_tokens=ending.prompt_tokens,
-            cached_tokens=ending.cached_tokens,
-            seed=ending.seed,
-            kv_spans=tuple((span[0], span[1]) for span in ending.kv_spans if len(span) == 2),
-        )
-        self._end(record, terminal)
+        error: dict[str, object] = {"code": "engine_failure", "what": detail or "the engine failed this request"}
+        self._end(record, kind, detail=detail, error=error if kind == "failed" else None, ending=ending)
 
     def end_session(self, session: Session, reason: str) -> None:
         """Cancel a session's requests; its ended ones are forgotten."""
@@ -313,23 +373,18 @@ class RequestDesk:
         for record in self._ledger.records():
             if record.submitted and record.state is not RecordState.ENDED:
                 fields = error_fields(error)
-                self._end(
-                    record,
-                    Terminal(kind="failed", detail=str(fields["what"]), error=fields, prompt_tokens=record.prompt_tokens, seed=record.seed),
-                )
+                self._end(record, "failed", detail=str(fields["what"]), error=fields)
 
     def refuse_held(self, error: RolloutError) -> None:
         """End every held request with an error that will not pass."""
-        for engine_id in list(self._held):
-            del self._held[engine_id]
+        for engine_id in self._submissions.take_all():
             self._refused(engine_id, error_fields(error))
 
     def cancel_all(self, detail: str) -> None:
         """End every request now; used when the service stops."""
-        self._held.clear()
+        self._submissions.take_all()
         for record in self._ledger.records():
-            if record.state is not RecordState.ENDED:
-                self._end(record, Terminal(kind="cancelled", detail=detail, prompt_tokens=record.prompt_tokens, seed=record.seed))
+            self._end(record, "cancelled", detail=detail)
 
     def expire(self, now: float) -> float | None:
         """End what is past its deadline; return the next deadline."""

@@ -8,7 +8,7 @@ Nothing is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from rollout.wire.messages import Op
 from rollout.wire.transport import Peer, Sent
 
 if TYPE_CHECKING:
-    from areno import Finished, StepOutput
+    from areno import Finished, PromptScore, StepOutput
 
 MAX_UNDER_WAY = 8
 MAX_GATHERED_TOKENS = 2**16
@@ -39,6 +39,30 @@ def ending_fields(ending: Finished) -> dict[str, object]:
         "stop_id": ending.reason.stop_id,
         "detail": None if ending.reason.detail is None else plain_text(ending.reason.detail),
         "kv_spans": [[int(start), int(version)] for start, version in ending.kv_spans],
+        "kv_rebuilt_at": [int(place) for place in ending.kv_rebuilt_at],
+    }
+
+
+def kept_arrays(outputs: Sequence[StepOutput]) -> dict[str, np.ndarray]:
+    """Return the kept sets of some steps' tokens; none if no token has any."""
+    if all(output.kept_counts is None for output in outputs):
+        return {}
+    counts, ids = [], []
+    for output in outputs:
+        counts.append(np.zeros(len(output.request_ids), np.int32) if output.kept_counts is None else output.kept_counts)
+        ids.append(np.zeros(0, np.int32) if output.kept_ids is None else output.kept_ids)
+    return {"kept_counts": np.concatenate(counts).astype(np.int32), "kept_ids": np.concatenate(ids).astype(np.int32)}
+
+
+def score_arrays(scores: Sequence[PromptScore]) -> dict[str, np.ndarray]:
+    """Return the scored prompts of some steps; none without any."""
+    if not scores:
+        return {}
+    table = [(score.request_id, score.start, score.logprobs.size, score.version) for score in scores]
+    return {
+        "prompt_scores": np.array(table, np.int64),
+        "prompt_logprobs": np.concatenate([score.logprobs for score in scores]).astype(np.float32),
+        "prompt_raw_logprobs": np.concatenate([score.raw_logprobs for score in scores]).astype(np.float32),
     }
 
 
@@ -52,6 +76,7 @@ class StepOutbox:
         self._accepted: list[int] = []
         self._refused: list[dict[str, object]] = []
         self._outputs: list[StepOutput] = []
+        self._scores: list[PromptScore] = []
         self._finished: list[dict[str, object]] = []
         self._tokens = 0
         self._unsent: deque[list[Frame]] = deque()
@@ -79,6 +104,8 @@ class StepOutbox:
         if len(output.request_ids):
             self._outputs.append(output)
             self._tokens += len(output.request_ids)
+        self._scores.extend(output.prompt_scores)
+        self._tokens += sum(score.logprobs.size for score in output.prompt_scores)
         self._finished.extend(ending_fields(ending) for ending in output.finished)
 
     def acknowledge(self, seq: int) -> None:
@@ -98,14 +125,14 @@ class StepOutbox:
     def flush(self, version: int) -> None:
         """Send the gathered news as one message, if there are any and few enough messages are under way."""
         self.send_queued()
-        if not (self._accepted or self._refused or self._outputs or self._finished):
+        if not (self._accepted or self._refused or self._outputs or self._scores or self._finished):
             return
         if self._unsent or self._seq - self._acknowledged >= MAX_UNDER_WAY:
             return
         self._seq += 1
         fields = {"seq": self._seq, "version": version, "refused": self._refused, "finished": self._finished}
         self._unsent.append(encode(Op.STEP, NO_REQUEST, fields, self._arrays()))
-        self._accepted, self._refused, self._outputs, self._finished, self._tokens = [], [], [], [], 0
+        self._accepted, self._refused, self._outputs, self._scores, self._finished, self._tokens = [], [], [], [], [], 0
         self.send_queued()
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -114,4 +141,4 @@ class StepOutbox:
             parts = [getattr(output, name) for output in self._outputs]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype)
             arrays[name] = joined.astype(dtype, copy=False)
-        return arrays
+        return arrays | kept_arrays(self._outputs) | score_arrays(self._scores)

@@ -7,18 +7,20 @@ much may be under way is bounded in bytes for each client. Work per flush is pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from rollout.service.ledger import Ledger, Record, RecordState, Terminal
+from rollout.service.endings import ending_fields
+from rollout.service.ledger import Ledger
+from rollout.service.records import PromptScore, Record, RecordState
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns
 from rollout.wire.codec import NO_REQUEST, Frame, encode
 from rollout.wire.messages import Op
 from rollout.wire.transport import Sent
 
-MAX_FLUSH_TOKENS = 2**18
+MAX_FLUSH_BYTES = 2**18 * BYTES_PER_TOKEN
 MAX_FLUSH_ENDINGS = 2**14
 
 SendData = Callable[[Session, list[Frame]], Sent]
@@ -30,22 +32,6 @@ def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[starts], np.diff(np.append(starts, values.size))
 
 
-def ending_fields(index: int, terminal: Terminal, output_tokens: int) -> dict[str, object]:
-    """Return the wire form of a terminal event."""
-    return {
-        "index": index,
-        "kind": terminal.kind,
-        "output_tokens": output_tokens,
-        "prompt_tokens": terminal.prompt_tokens,
-        "cached_tokens": terminal.cached_tokens,
-        "seed": terminal.seed,
-        "stop_id": terminal.stop_id,
-        "detail": terminal.detail,
-        "error": terminal.error,
-        "kv_spans": [list(span) for span in terminal.kv_spans],
-    }
-
-
 def token_arrays(tokens: TokenColumns) -> dict[str, np.ndarray]:
     """Return the arrays of a flush; a log-probability column that is all NaN stays away."""
     values, counts = _runs(tokens.versions)
@@ -54,7 +40,21 @@ def token_arrays(tokens: TokenColumns) -> dict[str, np.ndarray]:
         column = getattr(tokens, name)
         if not np.isnan(column).all():
             arrays[name] = column
+    if tokens.kept is not None:
+        arrays |= {"kept_counts": tokens.kept.counts, "kept_ids": tokens.kept.ids}
     return arrays
+
+
+def score_arrays(scores: Mapping[int, PromptScore]) -> dict[str, np.ndarray]:
+    """Return the arrays of scored prompts, by the index of their stream in the flush; none without scores."""
+    if not scores:
+        return {}
+    table = [(index, score.start, score.logprobs.size, score.version) for index, score in scores.items()]
+    return {
+        "prompt_scores": np.array(table, np.int64),
+        "prompt_logprobs": np.concatenate([score.logprobs for score in scores.values()]),
+        "prompt_raw_logprobs": np.concatenate([score.raw_logprobs for score in scores.values()]),
+    }
 
 
 class Streams:
@@ -67,6 +67,9 @@ class Streams:
         self._cursor = np.zeros(rows, np.int64)
         self._session_of = np.zeros(rows, np.int64)
         self._request_ids = np.zeros((rows, 16), np.uint8)
+        # Rows whose prompt was scored and whose client has not been sent that yet; and what each row has to send beside tokens.
+        self._unsent_scores: set[int] = set()
+        self._extra_bytes = np.zeros(rows, np.int64)
         # Due rows by session number; a row is due while it has tokens or an ending that no message carried.
         self._due: dict[int, set[int]] = {}
         self.flushes = 0
@@ -77,6 +80,7 @@ class Streams:
         self._cursor = np.concatenate([self._cursor, np.zeros(more, np.int64)])
         self._session_of = np.concatenate([self._session_of, np.zeros(more, np.int64)])
         self._request_ids = np.concatenate([self._request_ids, np.zeros((more, 16), np.uint8)])
+        self._extra_bytes = np.concatenate([self._extra_bytes, np.zeros(more, np.int64)])
 
     def attach(self, record: Record, offset: int = 0) -> None:
         """Point a record's stream at its session from token `offset` on."""
@@ -85,6 +89,10 @@ class Streams:
         self._cursor[record.row] = offset
         self._session_of[record.row] = record.session
         self._request_ids[record.row] = np.frombuffer(record.request_id, np.uint8)
+        self._extra_bytes[record.row] = record.extra_bytes
+        if record.prompt_score is not None:
+            self._unsent_scores.add(record.row)
+            self._is_due(record)
         if record.state is RecordState.ENDED or self._ledger.tokens.lengths[record.row] > offset:
             self._due.setdefault(record.session, set()).add(record.row)
 
@@ -98,6 +106,7 @@ class Streams:
     def drop(self, record: Record) -> None:
         """Forget a record's stream; called before the ledger forgets the record."""
         self._session_of[record.row] = 0
+        self._unsent_scores.discard(record.row)
         due = self._due.get(record.session)
         if due is not None:
             due.discard(record.row)
@@ -113,8 +122,19 @@ class Streams:
             if owner:
                 self._due.setdefault(int(owner), set()).update(rows[owners == owner].tolist())
 
+    def scored(self, record: Record) -> None:
+        """Mark a record's prompt score as due."""
+        self._unsent_scores.add(record.row)
+        self._extra_bytes[record.row] = record.extra_bytes
+        self._is_due(record)
+
     def ended(self, record: Record) -> None:
         """Mark a record's ending as due."""
+        unsent = record.row in self._unsent_scores or record.prompt_score is None
+        self._extra_bytes[record.row] = record.extra_bytes if unsent else record.text_bytes
+        self._is_due(record)
+
+    def _is_due(self, record: Record) -> None:
         if self._session_of[record.row] == record.session:
             self._due.setdefault(record.session, set()).add(record.row)
 
@@ -140,20 +160,18 @@ class Streams:
     def _flush_session(self, session: Session, now: float) -> bool:
         """Send one message to a client; False if the socket had no room."""
         due = self._due[session.number]
-        rows = np.fromiter(due, np.int64, len(due))[:MAX_FLUSH_ENDINGS]
-        starts = self._cursor[rows]
-        counts = self._ledger.tokens.lengths[rows] - starts
-        if counts.sum() > MAX_FLUSH_TOKENS:
-            room = np.maximum(0, MAX_FLUSH_TOKENS - (np.cumsum(counts) - counts))
-            counts = np.minimum(counts, room)
-        tokens = self._ledger.tokens.gather(rows, starts, counts)
+        rows, starts, counts = self._portion(due)
         ends = starts + counts
-        finished, complete = self._endings(rows, ends)
+        finished, texts, complete = self._endings(rows, ends)
+        scored = [index for index, row in enumerate(rows.tolist()) if row in self._unsent_scores] if self._unsent_scores else []
+        scores = {index: score for index in scored if (score := self._ledger.row_record(int(rows[index])).prompt_score) is not None}
         arrays: dict[str, np.ndarray] = {
             "request_ids": self._request_ids[rows],
             "offsets": starts,
             "counts": counts.astype(np.int32),
-            **token_arrays(tokens),
+            **token_arrays(self._ledger.tokens.gather(rows, starts, counts)),
+            **score_arrays(scores),
+            **({"texts": np.frombuffer(texts, np.uint8)} if texts else {}),
         }
         frames = encode(Op.DELTAS, NO_REQUEST, {"seq": session.flush_seq + 1, "finished": finished}, arrays)
         sent = self._send(session, frames)
@@ -168,23 +186,42 @@ class Streams:
         self.flushes += 1
         self.flushed_bytes += size
         self._cursor[rows] = ends
+        for index, score in scores.items():
+            self._unsent_scores.discard(int(rows[index]))
+            self._extra_bytes[rows[index]] -= score.num_bytes
         due.difference_update(rows[complete].tolist())
         return True
 
-    def _endings(self, rows: np.ndarray, ends: np.ndarray) -> tuple[list[dict[str, object]], np.ndarray]:
-        """Return the endings that go with these ends, and which rows have nothing more to send."""
+    def _portion(self, due: set[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return which rows a message speaks of, and which tokens of them: starts and counts. Bounded in bytes, never nothing."""
+        rows = np.fromiter(due, np.int64, len(due))[:MAX_FLUSH_ENDINGS]
+        extra = self._extra_bytes[rows]
+        rows = rows[np.cumsum(extra) - extra <= MAX_FLUSH_BYTES]
+        starts = self._cursor[rows]
+        counts = self._ledger.tokens.lengths[rows] - starts
+        each = self._ledger.token_bytes(rows)
+        wanted = counts * each
+        if wanted.sum() > MAX_FLUSH_BYTES:
+            room = np.maximum(0, MAX_FLUSH_BYTES - (np.cumsum(wanted) - wanted))
+            counts = np.minimum(counts, -(-room // each))
+        return rows, starts, counts
+
+    def _endings(self, rows: np.ndarray, ends: np.ndarray) -> tuple[list[dict[str, object]], bytes, np.ndarray]:
+        """Return the endings that go with these ends, their texts, and which rows have nothing more to send."""
         complete = ends == self._ledger.tokens.lengths[rows]
-        finished = []
+        finished, texts = [], []
         for index in np.flatnonzero(complete):
-            terminal = self._ledger.row_record(int(rows[index])).terminal
-            if terminal is not None:
-                finished.append(ending_fields(int(index), terminal, int(ends[index])))
-        return finished, complete
+            record = self._ledger.row_record(int(rows[index]))
+            if record.terminal is not None:
+                finished.append(ending_fields(int(index), record, int(ends[index])))
+                texts.append((record.terminal.text or "").encode())
+        return finished, b"".join(texts), complete
 
     def due_bytes(self) -> int:
         """Return about how many bytes are due but not under way."""
         total = 0
         for due in self._due.values():
             rows = np.fromiter(due, np.int64, len(due))
-            total += int((self._ledger.tokens.lengths[rows] - self._cursor[rows]).sum()) * BYTES_PER_TOKEN
+            tokens = self._ledger.tokens.lengths[rows] - self._cursor[rows]
+            total += int((tokens * self._ledger.token_bytes(rows) + self._extra_bytes[rows]).sum())
         return total

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from rollout.errors import HostFailed, InternalError, RolloutError, error_fields
+from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk
 from rollout.service.host_link import BadMessage, HostLink
 from rollout.service.metrics import FrontMetrics
-from rollout.service.requests import Admission, RequestDesk
+from rollout.service.requests import RequestDesk
 from rollout.wire.codec import NO_REQUEST, Packet
 from rollout.wire.messages import EngineFacts, HostReady, Op
 from rollout.wire.messages import HostFailed as HostFailedBody

@@ -1,143 +1,154 @@
-"""Columns for the sampled tokens of all records: written and read with whole-array operations only.
+"""The sampled tokens of all records as columns, with the kept sets of the records that return them.
 
-The ledger owns one store. A record is a row; its tokens lie in pages of `PAGE` entries that need not be neighbours, so
-rows grow without moving. A step of the engine over any number of rows is one scatter, a flush over any number of rows
-is one gather; Python work is per page turned, never per token. Invariant: every page is free or in exactly one row.
+The ledger owns one store; a record is a row. A step of the engine over any number of rows is a few scatters, a flush a few
+gathers. A kept set has a length of its own: each token of a keeping row notes where its set ends among the row's kept ids.
+Invariant: a row either has a note for each of its tokens or none at all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-PAGE = 64
+from rollout.service.paged_rows import PagedRows, ranges
+from rollout.wire.messages import MAX_KEPT
+
 BYTES_PER_TOKEN = 4 + 3 * 4 + 8
+KEPT_BYTES_PER_TOKEN = 8 + 4 * MAX_KEPT
+_DTYPES = (np.int32, np.float32, np.float32, np.float32, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The ids that the filters kept for each token: `counts` int32 [n] cut `ids` int32 into the tokens' sets."""
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+    def take(self, index: np.ndarray) -> KeptSets:
+        """Return the sets of the tokens at `index`."""
+        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        return KeptSets(self.counts[index], self.ids[ranges(starts[index], self.counts[index])])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Parallel columns, one entry for each token; log-probabilities may be NaN (see StepOutput of the engine)."""
+    """Parallel columns, one entry for each token; log-probabilities may be NaN (see StepOutput of the engine).
+
+    `kept` is None where no token has a kept set.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     raw_logprobs: np.ndarray
     behaviour_logprobs: np.ndarray
     versions: np.ndarray
+    kept: KeptSets | None = None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The columns that have one entry for each token."""
+        return self.token_ids, self.logprobs, self.raw_logprobs, self.behaviour_logprobs, self.versions
 
     def take(self, index: np.ndarray) -> TokenColumns:
         """Return the entries at `index`."""
-        return TokenColumns(
-            self.token_ids[index], self.logprobs[index], self.raw_logprobs[index], self.behaviour_logprobs[index], self.versions[index]
-        )
+        return TokenColumns.of([column[index] for column in self.arrays], None if self.kept is None else self.kept.take(index))
 
-    def put(self, index: np.ndarray, other: TokenColumns) -> None:
-        """Write `other` at `index`."""
-        self.token_ids[index] = other.token_ids
-        self.logprobs[index] = other.logprobs
-        self.raw_logprobs[index] = other.raw_logprobs
-        self.behaviour_logprobs[index] = other.behaviour_logprobs
-        self.versions[index] = other.versions
+    @staticmethod
+    def of(columns: Sequence[np.ndarray], kept: KeptSets | None = None) -> TokenColumns:
+        """Return the columns in the order of `arrays` as one value."""
+        token_ids, logprobs, raw_logprobs, behaviour_logprobs, versions = columns
+        return TokenColumns(token_ids, logprobs, raw_logprobs, behaviour_logprobs, versions, kept)
 
     @staticmethod
     def room_for(count: int) -> TokenColumns:
         """Return zeroed columns."""
-        return TokenColumns(
-            np.zeros(count, np.int32),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.int64),
-        )
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return start, start+1, ... (count of them) for every pair, one after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+        return TokenColumns.of([np.zeros(count, dtype) for dtype in _DTYPES])
 
 
 class TokenStore:
-    """Paged columns; see the module. Mutates only itself."""
+    """See the module. Mutates only itself."""
 
-    def __init__(self, rows: int = 256, pages: int = 1024) -> None:
-        self.lengths = np.zeros(rows, np.int64)
-        self._table = np.zeros((rows, 4), np.int64)
-        self._num_pages_of = np.zeros(rows, np.int64)
-        self._columns = TokenColumns.room_for(pages * PAGE)
-        self._free = list(range(pages - 1, -1, -1))
+    def __init__(self, rows: int = 256, pages: int = 1024, kept_pages: int = 16) -> None:
+        self._tokens = PagedRows(_DTYPES, rows=rows, pages=pages)
+        self._kept_ends = PagedRows((np.int64,), rows=rows, pages=kept_pages)
+        self._kept_ids = PagedRows((np.int32,), rows=rows, pages=kept_pages)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row; not to be written."""
+        return self._tokens.lengths
 
     @property
     def num_rows(self) -> int:
         """How many rows there is room for."""
-        return int(self.lengths.size)
+        return self._tokens.num_rows
 
     @property
     def used_pages(self) -> int:
-        """Pages in rows."""
-        return int(self._columns.token_ids.size // PAGE - len(self._free))
+        """Pages in rows, those of kept sets included."""
+        return self._tokens.used_pages + self._kept_ends.used_pages + self._kept_ids.used_pages
 
     def grow_rows(self, rows: int) -> None:
         """Make room for more rows."""
-        more = rows - self.num_rows
-        self.lengths = np.concatenate([self.lengths, np.zeros(more, np.int64)])
-        self._num_pages_of = np.concatenate([self._num_pages_of, np.zeros(more, np.int64)])
-        self._table = np.concatenate([self._table, np.zeros((more, self._table.shape[1]), np.int64)])
+        for part in (self._tokens, self._kept_ends, self._kept_ids):
+            part.grow_rows(rows)
 
-    def _grow_pages(self) -> None:
-        pages = self._columns.token_ids.size // PAGE
-        grown = TokenColumns.room_for(2 * pages * PAGE)
-        grown.put(np.arange(pages * PAGE), self._columns)
-        self._columns = grown
-        self._free.extend(range(2 * pages - 1, pages - 1, -1))
+    def num_bytes(self, row: int) -> int:
+        """Return what a row's tokens and kept sets take."""
+        kept = 8 * self._kept_ends.lengths[row] + 4 * self._kept_ids.lengths[row]
+        return int(self._tokens.lengths[row] * BYTES_PER_TOKEN + kept)
 
-    def _add_pages(self, row: int, needed: int) -> None:
-        if needed > self._table.shape[1]:
-            wider = np.zeros((self.num_rows, max(needed, 2 * self._table.shape[1])), np.int64)
-            wider[:, : self._table.shape[1]] = self._table
-            self._table = wider
-        for place in range(int(self._num_pages_of[row]), needed):
-            if not self._free:
-                self._grow_pages()
-            self._table[row, place] = self._free.pop()
-        self._num_pages_of[row] = needed
-
-    def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self._table[rows, positions // PAGE] * PAGE + positions % PAGE
-
-    def append(self, rows: np.ndarray, tokens: TokenColumns) -> np.ndarray:
+    def append(self, rows: np.ndarray, tokens: TokenColumns, keeps: np.ndarray | None = None) -> np.ndarray:
         """Append each token to its row, in order, and return the rows that grew.
 
-        Shapes: `rows` [n] names the row of each token; a row may come several times.
+        Shapes: `rows` [n] names the row of each token; a row may come several times. `keeps` [n] says whose kept sets are
+        stored; None stores no one's.
         """
-        order = np.argsort(rows, kind="stable")
-        grown, counts = np.unique(rows, return_counts=True)
-        before = self.lengths[grown]
-        after = before + counts
-        needed = (after + PAGE - 1) // PAGE
-        for which in np.flatnonzero(needed > self._num_pages_of[grown]):
-            self._add_pages(int(grown[which]), int(needed[which]))
-        places = np.empty(rows.size, np.int64)
-        places[order] = self._places(np.repeat(grown, counts), ranges(before, counts))
-        self._columns.put(places, tokens)
-        self.lengths[grown] = after
+        grown = self._tokens.append(rows, tokens.arrays)
+        if keeps is not None and keeps.any():
+            index = np.flatnonzero(keeps)
+            nothing = KeptSets(np.zeros(index.size, np.int32), np.zeros(0, np.int32))
+            self._append_kept(rows[index], nothing if tokens.kept is None else tokens.kept.take(index))
         return grown
+
+    def _append_kept(self, rows: np.ndarray, kept: KeptSets) -> None:
+        order = np.argsort(rows, kind="stable")
+        sorted_rows, running = rows[order], np.cumsum(kept.counts[order], dtype=np.int64)
+        first = np.searchsorted(sorted_rows, sorted_rows)
+        ends = self._kept_ids.lengths[sorted_rows] + running - (running - kept.counts[order])[first]
+        self._kept_ends.append(sorted_rows, (ends,))
+        self._kept_ids.append(np.repeat(rows, kept.counts), (kept.ids,))
 
     def gather(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> TokenColumns:
         """Return `counts` tokens of each row from `starts` on, one row after the other."""
-        return self._columns.take(self._places(np.repeat(rows, counts), ranges(starts, counts)))
+        tokens = TokenColumns.of(self._tokens.gather(rows, starts, counts))
+        keeping = (self._kept_ends.lengths[rows] > 0) & (counts > 0)
+        if not keeping.any():
+            return tokens
+        own_rows, own_starts, own_counts = rows[keeping], starts[keeping], counts[keeping]
+        ends = self._kept_ends.gather(own_rows, own_starts, own_counts)[0]
+        before = np.zeros(own_rows.size, np.int64)
+        later = own_starts > 0
+        before[later] = self._kept_ends.gather(own_rows[later], own_starts[later] - 1, np.ones(int(later.sum()), np.int64))[0]
+        last = np.cumsum(own_counts) - 1
+        previous = np.concatenate([[0], ends[:-1]])
+        previous[last - own_counts + 1] = before
+        sizes = np.zeros(int(counts.sum()), np.int32)
+        sizes[np.repeat(keeping, counts)] = ends - previous
+        ids = self._kept_ids.gather(own_rows, before, ends[last] - before)[0]
+        return replace(tokens, kept=KeptSets(sizes, ids))
 
     def clear(self, row: int) -> None:
         """Forget a row's tokens and free its pages."""
-        held = int(self._num_pages_of[row])
-        self._free.extend(int(page) for page in self._table[row, :held])
-        self._num_pages_of[row] = 0
-        self.lengths[row] = 0
+        for part in (self._tokens, self._kept_ends, self._kept_ids):
+            part.clear(row)
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or in exactly one row, and that lengths fit their pages."""
-        pages = self._columns.token_ids.size // PAGE
-        held = [int(page) for row in range(self.num_rows) for page in self._table[row, : self._num_pages_of[row]]]
-        assert sorted(held + self._free) == list(range(pages)), "a page is lost or held twice"
-        assert bool(np.all((self.lengths + PAGE - 1) // PAGE == self._num_pages_of)), "a row's length does not fit its pages"
+        """Assert that no page is lost or held twice and that kept sets belong to tokens."""
+        for part in (self._tokens, self._kept_ends, self._kept_ids):
+            part.check_integrity()
+        noted = self._kept_ends.lengths
+        assert bool(np.all((noted == 0) | (noted == self._tokens.lengths))), "a row has kept sets for some of its tokens only"

@@ -150,6 +150,10 @@ def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op:
         raise WireError(
             f"array {name} has shape {str(shape)[:80]}", field=name, limit=f"it is [n{''.join(f', {dim}' for dim in spec.row)}]"
         )
+    if shape[0] > spec.most:
+        raise WireError(
+            f"array {name} has {shape[0]} entries", field=name, value=shape[0], limit=f"at most {spec.most}", remedy=f"shorten {name}"
+        )
     expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(frame) != expected:
         raise WireError(

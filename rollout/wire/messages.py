@@ -36,6 +36,7 @@ class Op(enum.IntEnum):
     ACK = 21
     SCORE = 22
     SCORED = 23
+    GENERATE_GROUP = 24
 
     INFO = 32
     INFO_RESULT = 33
@@ -72,6 +73,12 @@ Token16 = Annotated[bytes, Field(min_length=16, max_length=16)]
 Scalar = bool | int | float | str | None
 EndingKind = Literal["stop", "length", "cancelled", "expired", "failed"]
 MAX_LIST = 100_000
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_MEMBERS = 4096
+# More biases than any engine takes: the engine names its own limit, this one only bounds the work of getting there.
+MAX_BIAS_ENTRIES = 4096
+MAX_KEPT = 64
 
 
 class Message(BaseModel):
@@ -121,21 +128,38 @@ class Alive(Message):
     version: Int64
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
 class Generate(Message):
-    """One generation; ids are arrays."""
+    """One generation; ids and biases are arrays. `stop` is the front's to match, all else the engine's to judge."""
 
     max_new_tokens: Int64 = 128
     min_new_tokens: Int64 = 0
     temperature: float = 1.0
+    top_k: Int64 = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: Unsigned64 | None = None
     ignore_eos: bool = False
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] = []
     logprobs: bool = True
+    return_kept_ids: bool = False
+    prompt_logprobs_from: Int64 | None = None
+    prior_output_tokens: Int64 = 0
     lineage: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     kv_policy: Annotated[str, Field(max_length=32)] = "keep"
     max_kv_lag: Int64 = 4
     min_version: Int64 | None = None
     deadline_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class GenerateGroup(Generate):
+    """Several generations of one prompt; the array names the members, and `seed` is what their seeds are derived from."""
 
 
 class Cancel(Message):
@@ -152,7 +176,11 @@ class CancelResult(Message):
 
 
 class Ending(Message):
-    """The terminal event of one stream of a flush; `index` is its place in the flush."""
+    """The terminal event of one stream of a flush; `index` is its place in the flush.
+
+    `prompt_scored` says that prompt log-probabilities belong to the record; `text_bytes` how much of the flush's `texts` is
+    this one's, None for a request without stop strings.
+    """
 
     index: Count
     kind: EndingKind
@@ -161,9 +189,13 @@ class Ending(Message):
     cached_tokens: Count = 0
     seed: Unsigned64 = 0
     stop_id: Int64 | None = None
+    stop_string: StopString | None = None
     detail: Text | None = None
     error: ErrorBody | None = None
     kv_spans: Annotated[list[list[Int64]], Field(max_length=MAX_LIST)] = []
+    kv_rebuilt_at: Annotated[list[Count], Field(max_length=MAX_LIST)] = []
+    prompt_scored: bool = False
+    text_bytes: Count | None = None
 
 
 class Deltas(Message):
@@ -206,6 +238,7 @@ class EngineFacts(Message):
     pool_tokens: Count
     max_rows: Count
     sampling_slots: Count
+    kept_ids: bool
     run_ahead: Count
     decode_tables: Name
     num_parameters: Count
@@ -330,16 +363,17 @@ class HostFailed(Message):
 
 
 class SubmitParams(Generate):
-    """A generation as the front hands it on: the seed is drawn, the lineage carries its session."""
+    """A generation as the front hands it on: the lineage carries its session."""
 
-    seed: Unsigned64
     lineage: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class Submit(Message):
-    """A request for the engine under the front's own number."""
+    """Requests for the engine that differ in the front's own number and in the seed only; `grouped`: members of one group."""
 
-    engine_id: Count
+    engine_ids: Annotated[list[Count], Field(min_length=1, max_length=MAX_MEMBERS)]
+    seeds: Annotated[list[Unsigned64], Field(min_length=1, max_length=MAX_MEMBERS)]
+    grouped: bool = False
     params: SubmitParams
 
 
@@ -355,6 +389,7 @@ class HostEnding(Message):
     stop_id: Int64 | None = None
     detail: Text | None = None
     kv_spans: Annotated[list[list[Int64]], Field(max_length=MAX_LIST)] = []
+    kv_rebuilt_at: Annotated[list[Count], Field(max_length=MAX_LIST)] = []
 
 
 class Refusal(Message):
@@ -383,7 +418,7 @@ class Kill(Message):
     """End a request in the engine."""
 
     engine_id: Count
-    kind: Literal["cancelled", "expired"]
+    kind: Literal["stop", "cancelled", "expired"]
     detail: Text | None = None
 
 
@@ -405,6 +440,7 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.ERROR: ErrorBody,
     Op.DONE: Nothing,
     Op.GENERATE: Generate,
+    Op.GENERATE_GROUP: GenerateGroup,
     Op.ATTACH: Nothing,
     Op.CANCEL: Cancel,
     Op.CANCEL_RESULT: CancelResult,
@@ -439,11 +475,12 @@ MODELS: Mapping[Op, type[Message]] = {
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """Which arrays a name may carry: shape [n, *row]."""
+    """Which arrays a name may carry: shape [n, *row], n at most `most`."""
 
     dtypes: tuple[str, ...]
     row: tuple[int, ...] = ()
     required: bool = True
+    most: int = 2**40
 
 
 _IDS = ArraySpec(("<i4", "<i8"))
@@ -452,17 +489,35 @@ _FLOATS = ArraySpec(("<f4",))
 _MAYBE_FLOATS = ArraySpec(("<f4",), required=False)
 _LONGS = ArraySpec(("<i8",))
 _INTS = ArraySpec(("<i4",))
+_MAYBE_INTS = ArraySpec(("<i4",), required=False)
 _REQUEST_IDS = ArraySpec(("|u1",), row=(16,))
-_PROMPT = {"prompt_ids": _IDS, "stop_ids": _MAYBE_IDS, "forced_ids": _MAYBE_IDS}
+_MAYBE_REQUEST_IDS = ArraySpec(("|u1",), row=(16,), required=False)
+_PROMPT = {
+    "prompt_ids": _IDS,
+    "stop_ids": _MAYBE_IDS,
+    "forced_ids": _MAYBE_IDS,
+    "bias_ids": ArraySpec(("<i4", "<i8"), required=False, most=MAX_BIAS_ENTRIES),
+    "bias_values": ArraySpec(("<f8",), required=False, most=MAX_BIAS_ENTRIES),
+}
+# A token's kept set: how many ids, then the ids of all tokens one after the other. Both absent where no token has any.
+_KEPT = {"kept_counts": _MAYBE_INTS, "kept_ids": _MAYBE_INTS}
+# Prompts that were scored: whose (a stream's index, or the engine's number), first position, how many, version; then the
+# log-probabilities of all of them, one prompt after the other.
+_SCORES = {
+    "prompt_scores": ArraySpec(("<i8",), row=(4,), required=False),
+    "prompt_logprobs": _MAYBE_FLOATS,
+    "prompt_raw_logprobs": _MAYBE_FLOATS,
+}
 
 ARRAYS: Mapping[Op, Mapping[str, ArraySpec]] = {
     Op.GENERATE: _PROMPT,
+    Op.GENERATE_GROUP: {**_PROMPT, "member_ids": ArraySpec(("|u1",), row=(16,), most=MAX_MEMBERS)},
     Op.SUBMIT: _PROMPT,
-    Op.ALIVE: {"request_ids": ArraySpec(("|u1",), row=(16,), required=False)},
+    Op.ALIVE: {"request_ids": _MAYBE_REQUEST_IDS},
     Op.ATTACH: {"request_ids": _REQUEST_IDS, "offsets": _LONGS},
-    Op.ACK: {"request_ids": ArraySpec(("|u1",), row=(16,), required=False)},
+    Op.ACK: {"request_ids": _MAYBE_REQUEST_IDS},
     # Streams of a flush: ids, first offset, number of tokens. Then the tokens of all of them, one after the other; the
-    # versions of those as runs. A missing log-probability array is all NaN.
+    # versions of those as runs. A missing log-probability array is all NaN. `texts` is UTF-8, in the order of the endings.
     Op.DELTAS: {
         "request_ids": _REQUEST_IDS,
         "offsets": _LONGS,
@@ -473,6 +528,9 @@ ARRAYS: Mapping[Op, Mapping[str, ArraySpec]] = {
         "behaviour_logprobs": _MAYBE_FLOATS,
         "version_values": _LONGS,
         "version_counts": _LONGS,
+        **_KEPT,
+        **_SCORES,
+        "texts": ArraySpec(("|u1",), required=False),
     },
     Op.SCORE: {"ids": _IDS},
     Op.SCORED: {"token_logprobs": _FLOATS, "raw_logprobs": _FLOATS},
@@ -486,6 +544,8 @@ ARRAYS: Mapping[Op, Mapping[str, ArraySpec]] = {
         "raw_logprobs": _FLOATS,
         "behaviour_logprobs": _FLOATS,
         "versions": _LONGS,
+        **_KEPT,
+        **_SCORES,
     },
 }
 
@@ -495,6 +555,7 @@ DATA_REQUESTS = frozenset(
         Op.HEARTBEAT,
         Op.GOODBYE,
         Op.GENERATE,
+        Op.GENERATE_GROUP,
         Op.ATTACH,
         Op.CANCEL,
         Op.ACK,

@@ -12,8 +12,8 @@ PUBLIC = {
         InvalidRequest PromptScore Request RequestTooLong SamplingParams Score StepOutput TensorSpec UnsupportedModel UpdateReport WeightUpdateError
     """,
     "rollout": """
-        AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation LocalService RequestFailed
-        RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
+        AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation LocalService PromptScore
+        RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
     """,
     "rollout.agent": """
         AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.client.parameters import Wants
 from rollout.client.pending import Columns, StreamRecord
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.messages import Ending, ErrorBody
@@ -13,7 +14,7 @@ NAN = float("nan")
 
 
 def record(*, wants_logprobs: bool = True) -> StreamRecord:
-    return StreamRecord(bytes(16), [], 0.0, prompt_ids=np.array([1], np.int32), wants_logprobs=wants_logprobs)
+    return StreamRecord(bytes(16), [], 0.0, prompt_ids=np.array([1], np.int32), wants=Wants(logprobs=wants_logprobs))
 
 
 def columns(ids: list[int], behaviour: list[float] | None = None, logprob: float = -1.0) -> Columns:

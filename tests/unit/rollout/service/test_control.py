@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from rollout.errors import HostFailed, NeedsWeights, NoUpdate, ServiceStopping, UpdateBusy, WeightUpdateError
+from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
-from rollout.service.requests import Admission
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.wire.codec import Packet, decode, encode
 from rollout.wire.messages import CONTROL_REQUESTS, HOST_REPLIES, Op

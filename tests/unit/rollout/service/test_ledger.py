@@ -7,12 +7,18 @@ import secrets
 import numpy as np
 import pytest
 
-from rollout.service.ledger import KINDS, Ledger, Record, RecordState, Terminal
+from rollout.service.ledger import Ledger
+from rollout.service.records import KINDS, Record, RecordState, Reservation, Terminal
 from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns
 
 
 def opened(ledger: Ledger, session: int = 1, request_id: bytes | None = None, budget: int = 10) -> Record:
-    return ledger.open(session, request_id or secrets.token_bytes(16), b"body", prompt_tokens=3, max_new_tokens=budget, seed=1, now=0.0)
+    needs = Reservation(max_tokens=budget)
+    return ledger.open(session, request_id or secrets.token_bytes(16), b"body", prompt_tokens=3, needs=needs, seed=1, now=0.0)
+
+
+def room(ledger: Ledger, num_tokens: int) -> bool:
+    return ledger.has_room(Reservation(max_tokens=num_tokens))
 
 
 def tokens(count: int) -> TokenColumns:
@@ -67,16 +73,16 @@ def test_tokens_of_an_ended_or_former_request_are_dropped_and_counted() -> None:
 
 def test_admission_is_bounded_in_requests_and_in_bytes() -> None:
     ledger = Ledger(2, 10 * BYTES_PER_TOKEN)
-    assert ledger.has_room(10 * BYTES_PER_TOKEN)
-    assert not ledger.has_room(11 * BYTES_PER_TOKEN)
+    assert room(ledger, 10)
+    assert not room(ledger, 11)
     first = opened(ledger, budget=8)
-    assert ledger.has_room(2 * BYTES_PER_TOKEN)
-    assert not ledger.has_room(3 * BYTES_PER_TOKEN)
+    assert room(ledger, 2)
+    assert not room(ledger, 3)
     ledger.end(first, Terminal(kind="cancelled"))
-    assert ledger.has_room(10 * BYTES_PER_TOKEN), "an end gives back what was not used"
+    assert room(ledger, 10), "an end gives back what was not used"
     opened(ledger, budget=0)
     opened(ledger, budget=0)
-    assert not ledger.has_room(0)
+    assert not room(ledger, 0)
 
 
 def test_a_session_that_ends_forgets_its_ended_records_and_names_the_others() -> None:
@@ -100,7 +106,7 @@ def test_random_histories_keep_the_counters_reconciled(seed: int) -> None:
         records = ledger.records()
         action = int(draw.integers(0, 7))
         record = records[int(draw.integers(0, len(records)))] if records else None
-        if action <= 1 and ledger.has_room(0):
+        if action <= 1 and room(ledger, 0):
             opened(ledger, session=int(draw.integers(1, 4)))
         elif action == 2 and record is not None and record.state is RecordState.DECIDING:
             ledger.accept(record) if draw.random() < 0.7 else ledger.refuse(record)

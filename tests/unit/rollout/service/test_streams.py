@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.service.ledger import Ledger, Record, Terminal
+from rollout.service.ledger import Ledger
+from rollout.service.records import Record, Reservation, Terminal
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.streams import Streams
 from rollout.service.token_store import TokenColumns
@@ -35,7 +36,8 @@ class Desk:
     def open(self) -> Record:
         request_id = self.next_id.to_bytes(16, "little")
         self.next_id += 1
-        record = self.ledger.open(self.session.number, request_id, b"", prompt_tokens=1, max_new_tokens=9, seed=1, now=0.0)
+        needs = Reservation(max_tokens=9)
+        record = self.ledger.open(self.session.number, request_id, b"", prompt_tokens=1, needs=needs, seed=1, now=0.0)
         self.ledger.accept(record)
         self.streams.attach(record)
         return record

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.service.token_store import PAGE, TokenColumns, TokenStore, ranges
+from rollout.service.paged_rows import PAGE, ranges
+from rollout.service.token_store import TokenColumns, TokenStore
 
 
 def columns(ids: np.ndarray) -> TokenColumns:

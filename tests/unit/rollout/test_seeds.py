@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.agent import derive_seed
-from rollout.agent.seeds import splitmix64
+from rollout.seeds import splitmix64
 
 
 def test_the_mixer_gives_the_published_values() -> None:

@@ -2,7 +2,8 @@
 
     derive_seed(seed, i, attempt) = mix(mix(seed xor mix(2^63 + i)) xor attempt)        mix = splitmix64
 
-The engine derives the seeds of group members in the same way, so a group run member by member draws the same tokens.
+The front derives the seeds of a group's members with it, and episodes those of their turns, so a group run member by member
+draws the same tokens.
 Source: splitmix64 (Steele, Lea, Flood 2014).
 """
 

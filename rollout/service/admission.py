@@ -1,0 +1,103 @@
+"""What decides whether a generation is taken at all, and when the engine may have it.
+
+`Admission` is written by the front's parts (is a host ready, which version is served) and read by the request desk. The
+functions judge one request: its id, whether its arrays fit together, what it may come to hold. What the parameters mean is
+the engine's to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rollout.errors import Busy, Conflict, Gone, InvalidRequest, RolloutError
+from rollout.service.ledger import Ledger
+from rollout.service.records import Record, Reservation
+from rollout.wire.codec import NO_REQUEST, Arrays
+from rollout.wire.messages import Generate
+
+
+class Admission:
+    """The front's state that admission depends on. `refusal` gives the reason why nothing is taken at all, or None."""
+
+    def __init__(self, refusal: Callable[[], RolloutError | None]) -> None:
+        self.refusal = refusal
+        self.ready = False
+        self.paused = False
+        self.version = 0
+        self.max_model_len: int | None = None
+
+    def open_for(self, record: Record) -> bool:
+        """Tell whether the engine may have this record now."""
+        return self.ready and self.refusal() is None and (record.min_version is None or record.min_version <= self.version)
+
+    def needs_of(self, body: Generate, prompt_tokens: int) -> Reservation:
+        """Return what a request may come to hold. Numbers that make no sense reserve nothing: the engine refuses them."""
+        left = body.max_new_tokens - max(0, body.prior_output_tokens)
+        left = max(0, min(left, self.max_model_len or left))
+        first = body.prompt_logprobs_from
+        return Reservation(
+            max_tokens=left,
+            scored_tokens=0 if first is None else max(0, prompt_tokens - max(0, first)),
+            text_tokens=left + min(max(0, body.prior_output_tokens), prompt_tokens) if body.stop else 0,
+            keeps=body.return_kept_ids,
+        )
+
+
+def id_refusal(ledger: Ledger, session: int, request_id: bytes, known: Record | None) -> RolloutError | None:
+    """Return why this id cannot name a new request of a session, or None. `known` is its record with another body."""
+    if request_id == NO_REQUEST:
+        return InvalidRequest(
+            "a request id of zeros", field="request_id", limit="16 bytes that are not all zero", remedy="draw 16 random bytes"
+        )
+    if known is not None:
+        return Conflict(
+            f"request {request_id.hex()} exists with another body",
+            field="request_id",
+            value=request_id.hex(),
+            remedy="draw a new request id",
+        )
+    if ledger.is_gone(session, request_id):
+        return Gone(
+            f"request {request_id.hex()} ended and was acknowledged",
+            field="request_id",
+            value=request_id.hex(),
+            remedy="draw a new request id",
+        )
+    return None
+
+
+def form_refusal(arrays: Arrays) -> RolloutError | None:
+    """Return which arrays of a generation do not fit together, or None."""
+    ids, values = arrays.get("bias_ids"), arrays.get("bias_values")
+    num_ids, num_values = (0 if array is None else int(array.size) for array in (ids, values))
+    if num_ids != num_values or (ids is not None and np.unique(ids).size != num_ids):
+        return InvalidRequest(
+            f"{num_ids} bias ids and {num_values} bias values",
+            field="logit_bias",
+            value=num_ids,
+            limit="one value for each id, each id once",
+            remedy="send bias_ids and bias_values of one length, without repeats",
+        )
+    members = arrays.get("member_ids")
+    if members is not None and (not len(members) or len({row.tobytes() for row in members}) != len(members)):
+        return InvalidRequest(
+            f"a group of {len(members)} members",
+            field="n",
+            value=len(members),
+            limit="at least one member, each with a request id of its own",
+            remedy="ask for n >= 1 and draw one request id for each member",
+        )
+    return None
+
+
+def room_refusal(ledger: Ledger, needs: Reservation, count: int) -> RolloutError | None:
+    """Return why this many requests find no room now, or None."""
+    if ledger.has_room(needs, count):
+        return None
+    return Busy(
+        f"{ledger.live + ledger.deciding} requests reserve {ledger.reserved_bytes} bytes",
+        limit="the service's admission limit is reached",
+        remedy="ask again when some have ended, or start the service with larger max_requests and max_record_bytes",
+    )
