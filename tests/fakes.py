@@ -421,6 +421,7 @@ class StreamReader:
     def __init__(self) -> None:
         self.ids: dict[bytes, list[int]] = {}
         self.endings: dict[bytes, Any] = {}
+        self.texts: dict[bytes, str] = {}
         self.flushes = 0
 
     def take(self, packet: Packet) -> list[bytes]:
@@ -428,6 +429,11 @@ class StreamReader:
         arrays, at, ended = packet.arrays, 0, []
         self.flushes += 1
         endings = {ending.index: ending for ending in packet.body.finished}  # type: ignore[attr-defined]
+        rows, content = [row.tobytes() for row in arrays["request_ids"]], arrays.get("texts", np.empty(0, np.uint8)).tobytes()
+        for index, ending in endings.items():
+            size = ending.text_bytes
+            if size is not None:
+                self.texts[rows[index]], content = content[:size].decode(), content[size:]
         for index, row in enumerate(arrays["request_ids"]):
             request_id, count = row.tobytes(), int(arrays["counts"][index])
             tokens = self.ids.setdefault(request_id, [])
@@ -496,10 +502,23 @@ class ScriptedFront:
         }
         self.send(Op.WELCOME, hello.request_id, fields)
 
-    def deltas(self, request_id: bytes, offset: int, ids: Sequence[int], *, seq: int, kind: str | None = None) -> None:
-        """Send tokens of one stream, with its ending if a kind is given."""
+    def deltas(
+        self,
+        request_id: bytes,
+        offset: int,
+        ids: Sequence[int],
+        *,
+        seq: int,
+        kind: str | None = None,
+        ending: Mapping[str, object] | None = None,
+        extra: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Send tokens of one stream; with its ending if a kind, or the whole of it, is given, and arrays of scored prompts."""
         tokens = np.array(ids, np.int32)
-        finished = [] if kind is None else [{"index": 0, "kind": kind, "output_tokens": offset + len(ids), "prompt_tokens": 1}]
+        if kind is not None:
+            ending = {"index": 0, "kind": kind, "output_tokens": offset + len(ids), "prompt_tokens": 1}
+        finished = [] if ending is None else [ending]
+        more = {name: np.array(values, np.int64 if name == "prompt_scores" else np.float32) for name, values in (extra or {}).items()}
         arrays = {
             "request_ids": np.frombuffer(request_id, np.uint8).reshape(1, 16),
             "offsets": np.array([offset], np.int64),
@@ -509,6 +528,7 @@ class ScriptedFront:
             "raw_logprobs": fake_logprobs(tokens, 0),
             "version_values": np.array([0] if len(ids) else [], np.int64),
             "version_counts": np.array([len(ids)] if len(ids) else [], np.int64),
+            **more,
         }
         self.send(Op.DELTAS, bytes(16), {"seq": seq, "finished": finished}, arrays)
 

@@ -9,7 +9,8 @@ import pytest
 PUBLIC = {
     "areno": """
         ArenoError Canary CheckpointError Engine EngineConfig EngineFailure EngineInfo FinishKind FinishReason Finished InvalidConfig
-        InvalidRequest PromptScore Request RequestTooLong SamplingParams Score StepOutput TensorSpec UnsupportedModel UpdateReport WeightUpdateError
+        InvalidRequest PromptScore Request RequestTooLong SamplingParams Score StepOutput TensorSpec UnsupportedModel UpdateReport
+        WeightUpdateError
     """,
     "rollout": """
         AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation LocalService PromptScore

@@ -11,7 +11,17 @@ import msgpack
 import pytest
 
 from rollout.client.blocking import Client, connect
-from rollout.errors import ClientClosed, InternalError, ProtocolMismatch, ServerRestarted, ServerUnavailable
+from rollout.errors import (
+    ClientClosed,
+    Conflict,
+    Gone,
+    InternalError,
+    InvalidRequest,
+    ProtocolMismatch,
+    RequestFailed,
+    ServerRestarted,
+    ServerUnavailable,
+)
 from rollout.wire.codec import HEADER
 from rollout.wire.messages import Op
 from tests.fakes import ScriptedFront
@@ -228,3 +238,75 @@ def test_a_closed_client_says_so_and_says_goodbye(front: ScriptedFront, pool: Th
     with pytest.raises(ClientClosed, match="connect again"):
         client.info()
     client.close()
+
+
+def test_an_error_under_a_groups_id_is_every_members_and_one_under_a_members_is_its_own(
+    front: ScriptedFront, pool: ThreadPoolExecutor
+) -> None:
+    with connected(front, pool) as client:
+        streams = client.stream_group([1], 3, max_new_tokens=4)
+        message = front.expect(Op.GENERATE_GROUP)
+        members = [row.tobytes() for row in message.arrays["member_ids"]]
+        assert [stream.request_id for stream in streams] == members and message.request_id not in members
+        front.send(Op.ERROR, members[0], {"code": "gone", "what": "it ended"})
+        with pytest.raises(Gone):
+            next(streams[0])
+        front.deltas(members[1], 0, [7], seq=1, kind="length")
+        assert next(streams[1]).ids.tolist() == [7]
+        front.send(Op.ERROR, message.request_id, {"code": "invalid_request", "what": "no", "field": "top_p"})
+        with pytest.raises(InvalidRequest) as refused:
+            next(streams[2])
+        assert refused.value.field == "top_p"
+
+
+def test_a_member_that_fails_ends_the_others(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate_group, [1], 3, max_new_tokens=4)
+        members = [row.tobytes() for row in front.expect(Op.GENERATE_GROUP).arrays["member_ids"]]
+        front.deltas(members[0], 0, [7], seq=1, kind="length")
+        front.deltas(members[1], 0, [8], seq=2, kind="failed")
+        assert front.expect(Op.CANCEL).body.target == members[2]  # type: ignore[attr-defined]
+        with pytest.raises(RequestFailed):
+            future.result(5)
+
+
+def test_the_members_of_a_group_continue_on_a_new_connection_with_one_message(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate_group, [1], 3, max_new_tokens=2)
+        message = front.expect(Op.GENERATE_GROUP)
+        members = [row.tobytes() for row in message.arrays["member_ids"]]
+        front.deltas(members[0], 0, [7], seq=1)
+        assert front.expect(Op.ACK).body.seq == 1  # type: ignore[attr-defined]
+        front.send(Op.ERROR, bytes(range(16)), {"code": "no_session", "what": "who are you"})
+        front.welcome(front.expect(Op.HELLO))
+        assert front.expect(Op.GENERATE_GROUP).request_id == message.request_id
+        attach = front.expect(Op.ATTACH)
+        assert attach.arrays["request_ids"].tobytes() == members[0] and attach.arrays["offsets"].tolist() == [1]
+        for place, member in enumerate(members):
+            front.deltas(member, 0, [7, place], seq=2 + place, kind="length")
+        assert [generation.ids.tolist() for generation in future.result(5)] == [[7, 0], [7, 1], [7, 2]]
+
+
+def test_a_conflict_cancels_nothing_of_the_request_that_has_the_id(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], request_id=bytes([1] * 16), max_new_tokens=1)
+        front.expect(Op.GENERATE)
+        with pytest.raises(Conflict):
+            client.generate_group([1], 2, request_ids=[bytes([1] * 16), bytes([2] * 16)])
+        client.stream([1], request_id=bytes([2] * 16)).close()
+        assert front.expect(Op.CANCEL).body.target == bytes([2] * 16), "the first cancel that was ever sent"  # type: ignore[attr-defined]
+        front.deltas(bytes([1] * 16), 0, [5], seq=1, kind="length")
+        assert future.result(5).ids.tolist() == [5]
+
+
+def test_an_ending_without_its_prompt_score_makes_the_client_attach_again(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1, 2, 3], max_new_tokens=1, prompt_logprobs_from=1)
+        request_id = front.expect(Op.GENERATE).request_id
+        ending = {"index": 0, "kind": "length", "output_tokens": 1, "prompt_tokens": 3, "prompt_scored": True}
+        score = {"prompt_scores": [[0, 1, 2, 4]], "prompt_logprobs": [-1.0, -2.0], "prompt_raw_logprobs": [-3.0, -4.0]}
+        front.deltas(request_id, 0, [9], seq=1, ending=ending)
+        assert front.expect(Op.ATTACH).arrays["offsets"].tolist() == [1]
+        front.deltas(request_id, 1, [], seq=2, ending=ending, extra=score)
+        found = future.result(5).prompt_logprobs
+        assert (found.start, found.version, found.logprobs.tolist(), found.raw_logprobs.tolist()) == (1, 4, [-1, -2], [-3, -4])

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.client.parameters import id_array, prepare
+from rollout.client.parameters import id_array, prepare, prepare_group
 from rollout.errors import InvalidRequest
+from rollout.wire.messages import MAX_MEMBERS, Op
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,50 @@ def test_no_forced_ids_and_empty_ones_are_not_the_same_message() -> None:
     assert "forced_ids" not in prepare([1], {"forced_ids": None}).arrays
     assert prepare([1], {"forced_ids": []}).arrays["forced_ids"].size == 0
     assert "stop_ids" not in prepare([1], {"stop_ids": ()}).arrays
+
+
+def test_biases_become_two_arrays_and_none_of_them_none() -> None:
+    arrays = prepare([1], {"logit_bias": {5: 1, np.int64(7): np.float32(-0.5), 2**31: 1e39}}).arrays
+    assert arrays["bias_ids"].tolist() == [5, 7, 2**31]
+    assert arrays["bias_values"].dtype == np.float64 and arrays["bias_values"].tolist() == [1.0, -0.5, 1e39]
+    assert not {"bias_ids", "bias_values"} & set(prepare([1], {"logit_bias": {}}).arrays)
+    assert np.isnan(prepare([1], {"logit_bias": {5: float("nan")}}).arrays["bias_values"]).all(), "the engine names what is wrong"
+
+
+@pytest.mark.parametrize("bias", [[(3, 1.0)], {True: 1.0}, {"a": 1.0}, {3: "1"}, {3: True}, {3: None}, {3: 10**400}, {1.5: 1.0}])
+def test_biases_that_are_no_mapping_of_ids_to_numbers_are_refused_by_name(bias: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        prepare([1], {"logit_bias": bias})
+    assert str(refused.value.field).startswith("logit_bias") and refused.value.remedy
+
+
+def test_stop_strings_are_a_list_and_one_may_be_given_alone() -> None:
+    assert prepare([1], {"stop": "x"}).fields["stop"] == ["x"]
+    assert prepare([1], {"stop": ("x", "y")}).fields["stop"] == ["x", "y"]
+    assert all("stop" not in prepare([1], {"stop": nothing}).fields for nothing in (None, ()))
+
+
+def test_a_group_names_its_members_and_is_the_same_message_when_it_is_sent_again() -> None:
+    ids = [bytes([member] * 16) for member in range(3)]
+    first, again = (prepare_group([1, 2], 3, {"request_ids": ids, "top_k": 4, "return_kept_ids": True}) for _ in range(2))
+    assert first.op is Op.GENERATE_GROUP and first.members == tuple(ids)
+    assert first.request_id == again.request_id and first.request_id not in ids
+    assert first.arrays["member_ids"].tobytes() == b"".join(ids)
+    assert dict(first.fields) == {"top_k": 4, "return_kept_ids": True} and first.wants.kept_ids
+    drawn = prepare_group([1], 2, {})
+    assert len(set(drawn.members)) == 2
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 1.5, "2", None, MAX_MEMBERS + 1])
+def test_a_group_has_at_least_one_member(n: Any) -> None:
+    with pytest.raises(InvalidRequest, match="at least one member") as refused:
+        prepare_group([1], n, {})
+    assert refused.value.field == "n"
+
+
+@pytest.mark.parametrize("ids", [[bytes(16)], [bytes(16)] * 2, [b"x", bytes(16)]])
+def test_request_ids_of_a_group_are_one_for_each_member(ids: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        prepare_group([1], 2, {"request_ids": ids})
+    with pytest.raises(InvalidRequest, match=r"known: max_new_tokens, .*request_ids"):
+        prepare_group([1], 2, {"request_id": bytes(16)})

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from rollout.client.parameters import Wants
-from rollout.client.pending import Columns, StreamRecord
+from rollout.client.pending import Columns, DeltaCursor, KeptColumns, StreamRecord
+from rollout.client.results import PromptScore
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.messages import Ending, ErrorBody
 
 NAN = float("nan")
 
 
-def record(*, wants_logprobs: bool = True) -> StreamRecord:
-    return StreamRecord(bytes(16), [], 0.0, prompt_ids=np.array([1], np.int32), wants=Wants(logprobs=wants_logprobs))
+def record(*, wants_logprobs: bool = True, wants_kept: bool = False) -> StreamRecord:
+    return StreamRecord(bytes(16), [], 0.0, prompt_ids=np.array([1], np.int32), wants=Wants(logprobs=wants_logprobs, kept_ids=wants_kept))
 
 
 def columns(ids: list[int], behaviour: list[float] | None = None, logprob: float = -1.0) -> Columns:
@@ -91,3 +92,68 @@ def test_a_listener_that_comes_late_is_woken_at_once() -> None:
     assert woken == [1]
     stream.unlisten(listener)
     stream.unlisten(listener)
+
+
+def packed(sets: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([len(one) for one in sets], np.int32), np.array([token for one in sets for token in one], np.int32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kept_columns_equal_lists_and_pieces_stay_as_they_were(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    column, oracle, pieces = KeptColumns(), [], []
+    for _ in range(40):
+        sets = [draw.integers(0, 99, int(draw.integers(0, 9))).tolist() for _ in range(int(draw.integers(0, 12)))]
+        column.append(*packed(sets))
+        oracle += sets
+        start = int(draw.integers(0, len(oracle) + 1))
+        pieces.append((start, len(oracle), column.cut(start, len(oracle))))
+    for start, stop, (counts, ids) in pieces:
+        expected = packed(oracle[start:stop])
+        assert counts.tolist() == expected[0].tolist() and ids.tolist() == expected[1].tolist()
+        assert not ids.flags.writeable
+
+
+def test_kept_sets_that_are_there_already_are_trimmed_with_their_tokens() -> None:
+    stream = record(wants_kept=True)
+    stream.append(0, columns([1, 2]), packed([[1, 9], [2]]))
+    stream.append(1, columns([2, 3]), packed([[2], [3, 4, 5]]))
+    generation = ended(stream).generation()
+    assert generation.kept_counts is not None and generation.kept_ids is not None
+    assert generation.kept_counts.tolist() == [2, 1, 3] and generation.kept_ids.tolist() == [1, 9, 2, 3, 4, 5]
+    assert stream.delta(2, 3, None).kept_ids.tolist() == [3, 4, 5]  # type: ignore[union-attr]
+    assert record().delta(0, 0, None).kept_ids is None
+
+
+def test_a_kept_set_that_was_asked_for_is_never_missing() -> None:
+    stream = record(wants_kept=True)
+    stream.append(0, columns([1]))
+    with pytest.raises(RolloutError, match="lacks kept sets"):
+        ended(stream).generation()
+
+
+def test_an_ending_is_believed_only_with_all_that_it_speaks_of() -> None:
+    stream = record()
+    stream.append(0, columns([1]))
+    assert stream.is_whole(Ending(index=0, kind="length", output_tokens=1))
+    assert not stream.is_whole(Ending(index=0, kind="length", output_tokens=2))
+    scored = Ending(index=0, kind="length", output_tokens=1, prompt_scored=True)
+    assert not stream.is_whole(scored)
+    stream.prompt_score = PromptScore(start=1, logprobs=np.zeros(1), raw_logprobs=np.zeros(1), version=0)
+    assert stream.is_whole(scored)
+
+
+def test_a_cursor_gives_every_token_and_the_prompt_score_once() -> None:
+    stream = record()
+    cursor = DeltaCursor(stream)
+    assert cursor.waits
+    stream.append(0, columns([1, 2]))
+    stream.prompt_score = PromptScore(start=1, logprobs=np.zeros(1), raw_logprobs=np.zeros(1), version=0)
+    first = cursor.read()
+    assert (first.offset, first.ids.tolist(), first.finished) == (0, [1, 2], None) and first.prompt_logprobs is stream.prompt_score
+    assert cursor.waits
+    stream.append(2, columns([3]))
+    ended(stream)
+    last = cursor.read()
+    assert (last.offset, last.ids.tolist()) == (2, [3]) and last.finished is not None and cursor.over
+    assert last.prompt_logprobs is None and last.finished.prompt_logprobs is stream.prompt_score

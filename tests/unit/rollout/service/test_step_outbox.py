@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from areno.request import StepOutput
+from areno.request import Finished, FinishKind, FinishReason, PromptScore, StepOutput
 from rollout.service.step_outbox import MAX_GATHERED_TOKENS, MAX_UNDER_WAY, StepOutbox
 from rollout.wire.codec import decode
 from rollout.wire.messages import HOST_REPLIES, Op, Step
@@ -106,3 +107,43 @@ def test_a_refusal_carries_the_engine_error_and_a_stranger_becomes_an_internal_e
     body = cast(Step, peer.packets[0].body)
     assert body.version == 3
     assert (body.refused[0].engine_id, body.refused[0].error.code, body.refused[0].error.what) == (9, "internal_error", "ValueError: odd")
+
+
+def test_kept_sets_and_scored_prompts_of_joined_steps_stay_with_their_tokens() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    kept = replace(step([3, 4]), kept_counts=np.array([2, 1], np.int32), kept_ids=np.array([3, 8, 4], np.int32))
+    floats = np.array([-1.0, -2.0], np.float32)
+    score = PromptScore(request_id=7, start=5, logprobs=floats, raw_logprobs=2 * floats, version=2)
+    for output in (step([1]), kept, replace(StepOutput.empty(), prompt_scores=(score,)), step([5])):
+        outbox.add(output)
+    outbox.flush(0)
+    arrays = peer.packets[0].arrays
+    assert arrays["token_ids"].tolist() == [1, 3, 4, 5]
+    assert arrays["kept_counts"].tolist() == [0, 2, 1, 0] and arrays["kept_ids"].tolist() == [3, 8, 4]
+    assert arrays["prompt_scores"].tolist() == [[7, 5, 2, 2]] and arrays["prompt_raw_logprobs"].tolist() == [-2, -4]
+    outbox.add(step([6]))
+    outbox.flush(0)
+    assert not {"kept_counts", "prompt_scores"} & set(peer.packets[1].arrays), "a step without them has no such arrays"
+
+
+def test_a_score_alone_is_news_and_counts_against_the_bound() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    floats = np.zeros(MAX_GATHERED_TOKENS, np.float32)
+    outbox.add(
+        replace(StepOutput.empty(), prompt_scores=(PromptScore(request_id=7, start=1, logprobs=floats, raw_logprobs=floats, version=0),))
+    )
+    assert outbox.full
+    outbox.flush(0)
+    assert not outbox.full and len(peer.packets) == 1
+
+
+def test_an_ending_says_where_the_cache_was_rebuilt() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    reason = FinishReason(kind=FinishKind.LENGTH)
+    ended = Finished(request_id=7, reason=reason, prompt_tokens=3, output_tokens=9, cached_tokens=0, seed=1, kv_rebuilt_at=(5, 9))
+    outbox.add(StepOutput.empty((ended,)))
+    outbox.flush(0)
+    assert cast(Step, peer.packets[0].body).finished[0].kv_rebuilt_at == [5, 9]

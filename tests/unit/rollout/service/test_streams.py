@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rollout.service import streams as streams_module
 from rollout.service.ledger import Ledger
-from rollout.service.records import Record, Reservation, Terminal
+from rollout.service.records import PromptScore, Record, Reservation, Terminal
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.streams import Streams
-from rollout.service.token_store import TokenColumns
+from rollout.service.token_store import KeptSets, TokenColumns
 from rollout.wire.codec import decode
 from rollout.wire.messages import CLIENT_REPLIES
 from rollout.wire.transport import Sent
@@ -33,25 +35,30 @@ class Desk:
             self.sent.append(decode([bytes(frame) for frame in frames], CLIENT_REPLIES))
         return self.outcome
 
-    def open(self) -> Record:
+    def open(self, *, keeps: bool = False) -> Record:
         request_id = self.next_id.to_bytes(16, "little")
         self.next_id += 1
-        needs = Reservation(max_tokens=9)
+        needs = Reservation(max_tokens=9, keeps=keeps)
         record = self.ledger.open(self.session.number, request_id, b"", prompt_tokens=1, needs=needs, seed=1, now=0.0)
         self.ledger.accept(record)
         self.streams.attach(record)
         return record
 
-    def grow(self, *records: Record, ids: list[int], version: int = 0, logprobs: bool = True) -> None:
+    def grow(self, *records: Record, ids: list[int], version: int = 0, logprobs: bool = True, kept: KeptSets | None = None) -> None:
         floats = np.array(ids, np.float32) if logprobs else np.full(len(ids), np.nan, np.float32)
         columns = TokenColumns(
-            np.array(ids, np.int32), -floats, -floats, np.full(len(ids), np.nan, np.float32), np.full(len(ids), version, np.int64)
+            np.array(ids, np.int32), -floats, -floats, np.full(len(ids), np.nan, np.float32), np.full(len(ids), version, np.int64), kept
         )
         engine_ids = np.array([record.engine_id for record in records], np.int64)
         self.streams.grew(self.ledger.take_step(engine_ids, columns))
 
-    def end(self, record: Record, kind: str = "length") -> None:
-        self.ledger.end(record, Terminal(kind=kind))
+    def score(self, record: Record, start: int, count: int) -> None:
+        floats = -np.arange(start, start + count, dtype=np.float32)
+        record.prompt_score = PromptScore(start=start, version=7, logprobs=floats, raw_logprobs=2 * floats)
+        self.streams.scored(record)
+
+    def end(self, record: Record, kind: str = "length", text: str | None = None) -> None:
+        self.ledger.end(record, Terminal(kind=kind, text=text))
         self.streams.ended(record)
 
 
@@ -158,3 +165,89 @@ def test_an_ended_stream_without_tokens_left_can_attach_for_its_ending() -> None
     desk.streams.flush(2.0)
     assert desk.sent[1].arrays["counts"].tolist() == [0]
     assert len(desk.sent[1].body.finished) == 1
+
+
+def test_kept_sets_lie_beside_the_tokens_of_the_streams_that_have_them() -> None:
+    desk = Desk()
+    keeping, plain = desk.open(keeps=True), desk.open()
+    kept = KeptSets(np.array([2, 0, 1], np.int32), np.array([5, 6, 9], np.int32))
+    desk.grow(keeping, plain, keeping, ids=[1, 2, 3], kept=kept)
+    desk.streams.flush(1.0)
+    [packet] = desk.sent
+    of = dict(zip(packet.arrays["token_ids"].tolist(), packet.arrays["kept_counts"].tolist()))
+    assert of == {1: 2, 3: 1, 2: 0}
+    assert packet.arrays["kept_ids"].tolist() == [5, 6, 9]
+    desk.grow(plain, ids=[4])
+    desk.streams.flush(2.0)
+    assert "kept_counts" not in desk.sent[1].arrays, "a flush without kept sets has no such arrays"
+
+
+def test_a_scored_prompt_goes_once_and_again_to_a_client_that_attaches() -> None:
+    desk = Desk()
+    record, other = desk.open(), desk.open()
+    desk.grow(other, ids=[1])
+    desk.score(record, 3, 2)
+    desk.streams.flush(1.0)
+    [packet] = desk.sent
+    index = [row.tobytes() for row in packet.arrays["request_ids"]].index(record.request_id)
+    assert packet.arrays["prompt_scores"].tolist() == [[index, 3, 2, 7]]
+    assert packet.arrays["prompt_logprobs"].tolist() == [-3, -4] and packet.arrays["prompt_raw_logprobs"].tolist() == [-6, -8]
+    desk.grow(record, ids=[2])
+    desk.end(record)
+    desk.streams.flush(2.0)
+    assert "prompt_scores" not in desk.sent[1].arrays
+    assert desk.sent[1].body.finished[0].prompt_scored, "a client that lost it knows"
+    desk.streams.detach(desk.session)
+    desk.streams.attach(record, 1)
+    desk.streams.flush(3.0)
+    assert desk.sent[2].arrays["prompt_scores"].tolist() == [[0, 3, 2, 7]] and len(desk.sent[2].body.finished) == 1
+
+
+def test_a_score_that_found_no_room_is_sent_later() -> None:
+    desk = Desk()
+    record = desk.open()
+    desk.score(record, 1, 1)
+    desk.outcome = Sent.FULL
+    desk.streams.flush(1.0)
+    desk.outcome = Sent.OK
+    assert desk.streams.due_bytes() == 8
+    desk.streams.flush(2.0)
+    assert len(desk.sent[0].arrays["prompt_scores"]) == 1 and desk.streams.due_bytes() == 0
+
+
+def test_texts_come_with_their_endings() -> None:
+    desk = Desk()
+    first, second, third = desk.open(), desk.open(), desk.open()
+    for record, text in ((first, "a\u00e9"), (second, None), (third, "")):
+        desk.end(record, "stop", text)
+    desk.streams.flush(1.0)
+    [packet] = desk.sent
+    rows = [row.tobytes() for row in packet.arrays["request_ids"]]
+    sizes = {rows[ending.index]: ending.text_bytes for ending in packet.body.finished}
+    assert sizes == {first.request_id: 3, second.request_id: None, third.request_id: 0}
+    assert packet.arrays["texts"].tobytes().decode() == "a\u00e9"
+
+
+def test_a_flush_is_bounded_in_bytes_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "MAX_FLUSH_BYTES", 600)
+    desk = Desk()
+    keeping, plain, scored = desk.open(keeps=True), desk.open(), desk.open()
+    kept = KeptSets(np.array([1] * 9, np.int32), np.arange(9, dtype=np.int32))
+    desk.grow(*[keeping] * 9, ids=list(range(9)), kept=kept)
+    desk.grow(*[plain] * 9, ids=list(range(9)))
+    desk.score(scored, 0, 100)
+    for record in (keeping, plain, scored):
+        desk.end(record, text="x" * 400)
+    for turn in range(12):
+        desk.streams.flush(float(turn))
+    assert len(desk.sent) > 3
+    counts = {record.request_id: 0 for record in (keeping, plain, scored)}
+    ended, kept_ids = 0, []
+    for packet in desk.sent:
+        assert sum(array.nbytes for array in packet.arrays.values()) < 3000
+        for row, count in zip(packet.arrays["request_ids"], packet.arrays["counts"].tolist()):
+            counts[row.tobytes()] += count
+        kept_ids += packet.arrays.get("kept_ids", np.empty(0)).tolist()
+        ended += len(packet.body.finished)
+    assert list(counts.values()) == [9, 9, 0] and ended == 3 and kept_ids == list(range(9))
+    assert desk.streams.due_bytes() == 0

@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rollout.service.paged_rows import PAGE, ranges
-from rollout.service.token_store import TokenColumns, TokenStore
+from rollout.service.token_store import BYTES_PER_TOKEN, KeptSets, TokenColumns, TokenStore
 
 
 def columns(ids: np.ndarray) -> TokenColumns:
     floats = ids.astype(np.float32)
     return TokenColumns(ids.astype(np.int32), -floats, -2 * floats, np.full(ids.size, np.nan, np.float32), ids.astype(np.int64) // 100)
+
+
+def kept_sets(draw: np.random.Generator, count: int) -> list[list[int]]:
+    return [draw.integers(0, 999, int(draw.integers(1, 65))).tolist() for _ in range(count)]
+
+
+def packed(sets: list[list[int]]) -> KeptSets:
+    return KeptSets(np.array([len(one) for one in sets], np.int32), np.array([token for one in sets for token in one], np.int32))
+
+
+def unpacked(kept: KeptSets) -> list[list[int]]:
+    return [part.tolist() for part in np.split(kept.ids, np.cumsum(kept.counts)[:-1])]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kept_sets_of_some_rows_among_others_equal_lists(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    store, oracle = TokenStore(rows=6, pages=2, kept_pages=2), {row: [] for row in range(6)}  # type: ignore[var-annotated]
+    keeping = np.array([True, False, True, False, True, True])
+    for _ in range(60):
+        count = int(draw.integers(1, 20))
+        rows = draw.integers(0, 6, count)
+        sets = [one if keeping[row] else [] for one, row in zip(kept_sets(draw, count), rows)]
+        tokens = replace(columns(np.arange(count)), kept=packed(sets) if any(sets) else None)
+        store.append(rows, tokens, keeping[rows])
+        for row, one in zip(rows.tolist(), sets):
+            oracle[row].append(one)
+        store.check_integrity()
+        chosen = draw.permutation(6)[:4]
+        starts = np.array([draw.integers(0, len(oracle[row]) + 1) for row in chosen.tolist()])
+        counts = np.array([draw.integers(0, len(oracle[row]) - start + 1) for row, start in zip(chosen.tolist(), starts.tolist())])
+        part = store.gather(chosen, starts, counts)
+        expected = [one for row, at, size in zip(chosen.tolist(), starts, counts) for one in oracle[row][at : at + size]]
+        assert (part.kept is None) == (not any(expected))
+        assert part.kept is None or unpacked(part.kept) == expected
+        some = np.flatnonzero(draw.random(len(expected)) < 0.5)
+        assert part.kept is None or not some.size or unpacked(part.kept.take(some)) == [expected[place] for place in some]
+    assert store.num_bytes(0) == len(oracle[0]) * (BYTES_PER_TOKEN + 8) + 4 * sum(map(len, oracle[0]))
+    assert store.num_bytes(1) == len(oracle[1]) * BYTES_PER_TOKEN
+    for row in oracle:
+        store.clear(row)
+    assert store.used_pages == 0
 
 
 def test_ranges_lists_every_pair_in_turn() -> None:
