@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from areno.commands import DecodeLaunch, PrefillChunk, PrefillLaunch
 from areno.config import LANE_MULTIPLE, RESERVED_PAGES, ResolvedConfig
@@ -17,6 +18,7 @@ from areno.decode.deltas import DeltaPacker
 from areno.decode.path import DecodePath
 from areno.decode.results import ResultRing
 from areno.forward import Forward
+from areno.kv.store import KVStore
 from areno.request import MAX_STOP_IDS
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
@@ -38,10 +40,10 @@ class CanaryGaps:
 class CanaryProof:
     """Scores canaries. `path` is a decode path of its own with one bucket of rows over the shared store."""
 
-    __slots__ = ("_forward", "_generation", "_pages", "_path", "_resolved", "_ring")
+    __slots__ = ("_forward", "_generation", "_pages", "_path", "_resolved", "_ring", "_store")
 
-    def __init__(self, forward: Forward, path: DecodePath, resolved: ResolvedConfig) -> None:
-        self._forward, self._path, self._resolved = forward, path, resolved
+    def __init__(self, forward: Forward, store: KVStore, path: DecodePath, resolved: ResolvedConfig) -> None:
+        self._forward, self._store, self._path, self._resolved = forward, store, path, resolved
         self._pages = np.arange(RESERVED_PAGES, RESERVED_PAGES + resolved.canary_pages, dtype=np.int64)
         self._ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0)
         self._generation = 0
@@ -66,6 +68,8 @@ class CanaryProof:
         ids = canary.ids[: self._pages.size * self._resolved.page_size + 1]
         prompt_tokens = max(ids.size // 2, 1)
         forced = ids[prompt_tokens:]
+        # Weights that failed an earlier proof may have left NaN here.
+        self._store.clear(torch.from_numpy(self._pages))
         self._enter_row(canary, ids[:prompt_tokens], forced)
         variant = Variant(temperature=canary.temperature not in (0.0, 1.0), slots=True)
         lanes: dict[str, np.ndarray] = {"seats": np.zeros(1, dtype=np.int64), "generations": np.array([self._generation], dtype=np.int32)}

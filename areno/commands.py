@@ -23,6 +23,13 @@ class ApplyDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClearPages:
+    """Zero pages that were just handed out, so that nothing an earlier owner left (NaN of diverged weights) is ever read."""
+
+    pages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPages:
     """Copy whole pages in every layer; all sources are read before a target is written. Shapes: [n] each."""
 
@@ -83,4 +90,4 @@ class DecodeLaunch:
     variant: Variant
 
 
-Command = ApplyDelta | CopyPages | PrefillLaunch | DecodeLaunch
+Command = ApplyDelta | ClearPages | CopyPages | PrefillLaunch | DecodeLaunch

@@ -104,7 +104,7 @@ class Engine:
         self._ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=config.run_ahead, kept=config.kept_ids)
         self._executor = Executor(self._forward, self._store, self._path, self._ring, version=config.initial_version)
         proof_path = _make_path(config, resolved, self._forward, vocab_size, rows=LANE_MULTIPLE, slots=1)
-        self._proof = CanaryProof(self._forward, proof_path, resolved)
+        self._proof = CanaryProof(self._forward, self._store, proof_path, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,

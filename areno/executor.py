@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from areno.commands import ApplyDelta, Command, CopyPages, DecodeLaunch, PrefillLaunch
+from areno.commands import ApplyDelta, ClearPages, Command, CopyPages, DecodeLaunch, PrefillLaunch
 from areno.decode.path import DecodePath
 from areno.decode.results import ResultRing
 from areno.forward import Forward
@@ -33,7 +33,9 @@ class Executor:
             self._path.apply(command.slot)
             return
         started = time.perf_counter()
-        if isinstance(command, CopyPages):
+        if isinstance(command, ClearPages):
+            self._store.clear(torch.from_numpy(command.pages))
+        elif isinstance(command, CopyPages):
             self._store.copy(torch.from_numpy(command.sources), torch.from_numpy(command.targets))
         elif isinstance(command, PrefillLaunch):
             self._prefill(command)

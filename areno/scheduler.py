@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from areno.commands import ApplyDelta, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
+from areno.commands import ApplyDelta, ClearPages, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
 from areno.config import GROW_TOKENS, EngineConfig, ResolvedConfig
 from areno.decode.deltas import DeltaPacker
 from areno.decode.launch import LaneStatus, LaunchResult
@@ -43,6 +43,7 @@ from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
 
 _KEPT_OVERFLOW = f"more than {MAX_KEPT} ids tie at the filter's threshold, so the kept set cannot be returned whole"
+_NOT_FINITE = "the model's logits are not finite; check the last pushed weights for NaN or overflow"
 
 
 def _signed64(value: int) -> int:
@@ -144,8 +145,12 @@ class Scheduler:
         copies, prefill = self._plan_prefill()
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
+        # A copy may read what eviction has just freed and handed out again: copies first, into pages they fill whole.
+        fresh = np.setdiff1d(self._residency.pool.take_fresh(), _pages(copies, "target"))
         if copies:
             commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
+        if fresh.size:
+            commands.append(ClearPages(pages=fresh))
         commands.extend(launch for launch in (prefill, decode) if launch is not None)
         return commands
 
@@ -156,6 +161,7 @@ class Scheduler:
         mine = (seats_of_lanes >= 0) & (result.generation == result.launch.generations)
         self.counters["starved"] += int((mine & (result.status == LaneStatus.STARVED)).sum())
         lanes = np.flatnonzero(mine & (result.status >= LaneStatus.TOKEN) & (result.status <= LaneStatus.EXHAUSTED))
+        lanes = self._drop_broken(result, lanes)
         seats = seats_of_lanes[lanes]
         tokens = result.token[lanes]
         self._seats.ids[seats, self._seats.count[seats]] = tokens
@@ -166,7 +172,7 @@ class Scheduler:
         if silent.any():
             for column in columns:
                 column[silent] = np.nan
-        kept_counts, kept_ids, overflowed = self._kept(result, lanes, seats)
+        kept_counts, kept_ids = self._kept(result, lanes, seats)
         output = StepOutput(
             request_ids=self._seats.request_id[seats],
             token_ids=tokens,
@@ -181,9 +187,30 @@ class Scheduler:
         self._take_scores(result)
         self._close_ended(seats, tokens, result.status[lanes])
         self._close_killed(result.launch.number)
-        for live in [live for live in self._live.values() if live.phase is Phase.RUNNING and live.reason is not None] if overflowed else ():
-            self._kill(live)
         return output
+
+    def _drop_broken(self, result: LaunchResult, lanes: np.ndarray) -> np.ndarray:
+        """Fail the requests whose numbers can't be told truly, and return the lanes of the others."""
+        seats = result.launch.seats[lanes]
+        finite = np.isfinite(result.raw_logprob[lanes])
+        fits = np.ones(lanes.size, dtype=bool)
+        if result.kept_count is not None:
+            fits = ~self._seats.wants_kept[seats] | (result.kept_count[lanes] <= MAX_KEPT)
+        good = finite & fits
+        for seat, is_finite in zip(seats[~good], finite[~good]):
+            self._break(self._by_seat[int(seat)], _KEPT_OVERFLOW if is_finite else _NOT_FINITE)
+        return lanes[good & ~self._seats.broken[seats]]
+
+    def _break(self, live: LiveRequest, detail: str) -> None:
+        """End a request as failed; what it still gives is not delivered, and its pages are not kept for others."""
+        if not self._seats.broken[live.seat]:
+            self._seats.broken[live.seat] = True
+            live.reason = FinishReason(kind=FinishKind.FAILED, detail=detail)
+            if live.phase is Phase.RUNNING:
+                self._kill(live)
+            elif live.phase is Phase.PREFILLING:
+                self._prefilling.remove(live)
+                self._finish(live, live.reason)
 
     def take_endings(self) -> tuple[Finished, ...]:
         """Return the terminal records not delivered yet."""
@@ -530,7 +557,7 @@ class Scheduler:
                 self._leave_row(live)
             kind = FinishKind.STOP if stopped else FinishKind.LENGTH
             own = FinishReason(kind=kind, stop_id=int(tokens[lane]) if stopped else None)
-            self._finish(live, live.reason if live.reason is not None and live.reason.kind is FinishKind.FAILED else own)
+            self._finish(live, own)
 
     def _leave_row(self, live: LiveRequest) -> None:
         """Give the row back; commands that reuse it come later in the log."""
@@ -546,7 +573,8 @@ class Scheduler:
             count = self.known_tokens(live)
             versions = self._residency.kv_versions(live, count)
             spans = run_lengths(versions)
-            self._residency.keep_pages(live, versions)
+            if not self._seats.broken[live.seat]:
+                self._residency.keep_pages(live, versions)
             del self._by_seat[live.seat]
         self._endings.append(
             Finished(
@@ -569,19 +597,15 @@ class Scheduler:
         del self._live[live.request.request_id]
         self.counters[reason.kind.value] += 1
 
-    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None, bool]:
-        """Return the kept sets of the lanes that want them, packed; a request whose set does not fit is marked as failed."""
+    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the kept sets of the lanes that want them, packed."""
         wants = self._seats.wants_kept[seats]
         if result.kept_ids is None or result.kept_count is None or not wants.any():
-            return None, None, False
+            return None, None
         counts = np.zeros(lanes.size, dtype=np.int32)
-        found = result.kept_count[lanes]
-        too_many = seats[wants & (found > MAX_KEPT)]
-        for seat in too_many:
-            self._by_seat[int(seat)].reason = FinishReason(kind=FinishKind.FAILED, detail=_KEPT_OVERFLOW)
-        counts[wants] = np.minimum(found[wants], MAX_KEPT)
+        counts[wants] = result.kept_count[lanes][wants]
         ids = result.kept_ids[lanes]
-        return counts, ids[np.arange(ids.shape[1])[None, :] < counts[:, None]], bool(too_many.size)
+        return counts, ids[np.arange(ids.shape[1])[None, :] < counts[:, None]]
 
     def _take_scores(self, result: LaunchResult) -> None:
         for score in result.launch.scores:
@@ -590,6 +614,10 @@ class Scheduler:
                 continue
             end = score.position + score.logprobs.size
             live.prompt_logprobs[:, score.position : end] = score.logprobs, score.raw_logprobs
+            if not np.isfinite(score.raw_logprobs).all():
+                live.prompt_logprobs = None
+                self._break(live, _NOT_FINITE)
+                continue
             if end == live.prompt_tokens:
                 first = live.request.sampling.prompt_logprobs_from or 0
                 tempered, raw = live.prompt_logprobs[:, first:]

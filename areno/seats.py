@@ -21,6 +21,7 @@ class Seats:
 
     __slots__ = (
         "_free",
+        "broken",
         "count",
         "covered",
         "generation",
@@ -43,6 +44,7 @@ class Seats:
         self.scheduled = np.zeros(num_seats, dtype=np.int64)
         self.covered = np.zeros(num_seats, dtype=np.int64)
         self.limit = np.zeros(num_seats, dtype=np.int64)
+        self.broken = np.zeros(num_seats, dtype=bool)
         self.wants_logprobs = np.zeros(num_seats, dtype=bool)
         self.wants_kept = np.zeros(num_seats, dtype=bool)
         self.ids = np.zeros((num_seats, max_tokens), dtype=np.int32)
@@ -61,6 +63,7 @@ class Seats:
         self.count[seat] = self.scheduled[seat] = ids.size
         self.covered[seat] = 0
         self.limit[seat] = limit
+        self.broken[seat] = False
         self.wants_logprobs[seat] = sampling.logprobs
         self.wants_kept[seat] = sampling.return_kept_ids
         self.ids[seat, : ids.size] = ids

@@ -15,12 +15,13 @@ import numpy as np
 class PagePool:
     """Reference counts over pages `first`..`first + num_pages - 1`."""
 
-    __slots__ = ("_first", "_free", "_references")
+    __slots__ = ("_first", "_free", "_fresh", "_references")
 
     def __init__(self, num_pages: int, first: int) -> None:
         self._first = first
         self._free = np.arange(first + num_pages - 1, first - 1, -1, dtype=np.int32).tolist()
         self._references = np.zeros(first + num_pages, dtype=np.int32)
+        self._fresh: list[int] = []
 
     @property
     def num_pages(self) -> int:
@@ -41,7 +42,13 @@ class PagePool:
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         self._references[pages] = 1
+        self._fresh.extend(pages)
         return pages
+
+    def take_fresh(self) -> np.ndarray:
+        """Return the pages handed out since the last call; what earlier owners left in them is still there."""
+        fresh, self._fresh = np.unique(np.array(self._fresh, dtype=np.int64)), []
+        return fresh
 
     def hold(self, page: int) -> None:
         """Add a reference to a page that has one."""

@@ -40,6 +40,11 @@ class KVStore:
         self._flat_keys[layer].index_copy_(0, slots_T, k_TKD)
         self._flat_values[layer].index_copy_(0, slots_T, v_TKD)
 
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zero whole pages in every layer. Mutates: these pages."""
+        self.keys.index_fill_(1, pages, 0.0)
+        self.values.index_fill_(1, pages, 0.0)
+
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole pages in every layer; all sources are read first. Mutates: the target pages."""
         self.keys[:, targets] = self.keys[:, sources]
