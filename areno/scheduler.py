@@ -26,6 +26,7 @@ from areno.errors import DuplicateRequest
 from areno.kv.prefix import run_lengths
 from areno.kv.residency import PageCopy, Residency
 from areno.live import NO_ROW, LiveRequest, Phase
+from areno.readback import NOT_FINITE, LaunchNews, read_launch
 from areno.request import (
     MAX_STOP_IDS,
     Finished,
@@ -38,12 +39,8 @@ from areno.request import (
     check_request,
     resolve_stop_ids,
 )
-from areno.sampling.kept import MAX_KEPT
 from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
-
-_KEPT_OVERFLOW = f"more than {MAX_KEPT} ids tie at the filter's threshold, so the kept set cannot be returned whole"
-_NOT_FINITE = "the model's logits are not finite; check the last pushed weights for NaN or overflow"
 
 
 def _signed64(value: int) -> int:
@@ -155,62 +152,17 @@ class Scheduler:
         return commands
 
     def consume(self, result: LaunchResult) -> StepOutput:
-        """Read one launch: note its tokens, close what ended. Endings and prompt scores are taken separately."""
+        """Read one launch and close what ended. Endings and prompt scores are taken separately."""
         self._launches_read = result.launch.number
-        seats_of_lanes = result.launch.seats
-        mine = (seats_of_lanes >= 0) & (result.generation == result.launch.generations)
-        self.counters["starved"] += int((mine & (result.status == LaneStatus.STARVED)).sum())
-        lanes = np.flatnonzero(mine & (result.status >= LaneStatus.TOKEN) & (result.status <= LaneStatus.EXHAUSTED))
-        lanes = self._drop_broken(result, lanes)
-        seats = seats_of_lanes[lanes]
-        tokens = result.token[lanes]
-        self._seats.ids[seats, self._seats.count[seats]] = tokens
-        self._seats.versions[seats, self._seats.count[seats]] = result.launch.version
-        self._seats.count[seats] += 1
-        silent = ~self._seats.wants_logprobs[seats]
-        columns = [array[lanes] for array in (result.logprob, result.raw_logprob, result.behaviour_logprob)]
-        if silent.any():
-            for column in columns:
-                column[silent] = np.nan
-        kept_counts, kept_ids = self._kept(result, lanes, seats)
-        output = StepOutput(
-            request_ids=self._seats.request_id[seats],
-            token_ids=tokens,
-            logprobs=columns[0],
-            raw_logprobs=columns[1],
-            behaviour_logprobs=columns[2],
-            versions=np.full(seats.size, result.launch.version, dtype=np.int64),
-            kept_counts=kept_counts,
-            kept_ids=kept_ids,
-        )
-        self.counters["sampled_tokens"] += seats.size
+        news = read_launch(self._seats, result)
+        self.counters["starved"] += news.starved
+        self.counters["sampled_tokens"] += news.seats.size
+        for seat, detail in news.broken:
+            self._break(self._by_seat[seat], detail)
         self._take_scores(result)
-        self._close_ended(seats, tokens, result.status[lanes])
+        self._close_ended(news)
         self._close_killed(result.launch.number)
-        return output
-
-    def _drop_broken(self, result: LaunchResult, lanes: np.ndarray) -> np.ndarray:
-        """Fail the requests whose numbers can't be told truly, and return the lanes of the others."""
-        seats = result.launch.seats[lanes]
-        finite = np.isfinite(result.raw_logprob[lanes])
-        fits = np.ones(lanes.size, dtype=bool)
-        if result.kept_count is not None:
-            fits = ~self._seats.wants_kept[seats] | (result.kept_count[lanes] <= MAX_KEPT)
-        good = finite & fits
-        for seat, is_finite in zip(seats[~good], finite[~good]):
-            self._break(self._by_seat[int(seat)], _KEPT_OVERFLOW if is_finite else _NOT_FINITE)
-        return lanes[good & ~self._seats.broken[seats]]
-
-    def _break(self, live: LiveRequest, detail: str) -> None:
-        """End a request as failed; what it still gives is not delivered, and its pages are not kept for others."""
-        if not self._seats.broken[live.seat]:
-            self._seats.broken[live.seat] = True
-            live.reason = FinishReason(kind=FinishKind.FAILED, detail=detail)
-            if live.phase is Phase.RUNNING:
-                self._kill(live)
-            elif live.phase is Phase.PREFILLING:
-                self._prefilling.remove(live)
-                self._finish(live, live.reason)
+        return news.output
 
     def take_endings(self) -> tuple[Finished, ...]:
         """Return the terminal records not delivered yet."""
@@ -547,17 +499,16 @@ class Scheduler:
                 self._seats.row[live.seat] = live.row
             self.counters["moves"] += 1
 
-    def _close_ended(self, seats: np.ndarray, tokens: np.ndarray, status: np.ndarray) -> None:
-        for lane in np.flatnonzero(status != LaneStatus.TOKEN):
-            live = self._by_seat[int(seats[lane])]
-            stopped = status[lane] == LaneStatus.STOPPED
+    def _close_ended(self, news: LaunchNews) -> None:
+        for place in np.flatnonzero(news.status != LaneStatus.TOKEN):
+            live = self._by_seat[int(news.seats[place])]
+            stopped = news.status[place] == LaneStatus.STOPPED
             if live.phase is Phase.CLOSING:
                 self._closing.remove(live)
             else:
                 self._leave_row(live)
             kind = FinishKind.STOP if stopped else FinishKind.LENGTH
-            own = FinishReason(kind=kind, stop_id=int(tokens[lane]) if stopped else None)
-            self._finish(live, own)
+            self._finish(live, FinishReason(kind=kind, stop_id=int(news.tokens[place]) if stopped else None))
 
     def _leave_row(self, live: LiveRequest) -> None:
         """Give the row back; commands that reuse it come later in the log."""
@@ -597,15 +548,15 @@ class Scheduler:
         del self._live[live.request.request_id]
         self.counters[reason.kind.value] += 1
 
-    def _kept(self, result: LaunchResult, lanes: np.ndarray, seats: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the kept sets of the lanes that want them, packed."""
-        wants = self._seats.wants_kept[seats]
-        if result.kept_ids is None or result.kept_count is None or not wants.any():
-            return None, None
-        counts = np.zeros(lanes.size, dtype=np.int32)
-        counts[wants] = result.kept_count[lanes][wants]
-        ids = result.kept_ids[lanes]
-        return counts, ids[np.arange(ids.shape[1])[None, :] < counts[:, None]]
+    def _break(self, live: LiveRequest, detail: str) -> None:
+        """End a request as failed; what it still gives is not delivered, and its pages are not kept for others."""
+        self._seats.broken[live.seat] = True
+        live.reason = FinishReason(kind=FinishKind.FAILED, detail=detail)
+        if live.phase is Phase.RUNNING:
+            self._kill(live)
+        elif live.phase is Phase.PREFILLING:
+            self._prefilling.remove(live)
+            self._finish(live, live.reason)
 
     def _take_scores(self, result: LaunchResult) -> None:
         for score in result.launch.scores:
@@ -616,7 +567,7 @@ class Scheduler:
             live.prompt_logprobs[:, score.position : end] = score.logprobs, score.raw_logprobs
             if not np.isfinite(score.raw_logprobs).all():
                 live.prompt_logprobs = None
-                self._break(live, _NOT_FINITE)
+                self._break(live, NOT_FINITE)
                 continue
             if end == live.prompt_tokens:
                 first = live.request.sampling.prompt_logprobs_from or 0
