@@ -1,7 +1,7 @@
-"""From training samples to what an optimizer step needs: advantages, tensors, a policy-gradient loss.
+"""From training samples to what an optimizer step needs: advantages and tensors.
 
-A trainer calls `group_advantages`, `collate`, its own model, `token_logprobs` and, if it likes, `policy_loss`. Legend of
-shapes: S sequences (1 when packed), T token places, V vocabulary. Every [S, T] tensor speaks about the token at that place,
+A trainer calls `collate` (or `group_advantages` first), its own model, and then what is in `loss.py`. Legend of shapes: S
+sequences (1 when packed), T token places, V vocabulary. Every [S, T] tensor speaks about the token at that place,
 so `logprobs_ST[s, t]` belongs to `ids_ST[s, t]` and is what the model's output at the place before must reproduce.
 Invariant: places outside `loss_mask_ST` (prompt, tool text, padding) change neither loss nor gradient, whatever they hold.
 """
@@ -96,7 +96,10 @@ class Batch:
     dtypes: ids and positions int64, masks bool, the rest float32; versions int64. `behaviour_logprobs_ST` equals
     `logprobs_ST` where the rollout reported no other. `attention_mask_ST` marks real tokens. `temperatures_ST` is what the
     logits that predict a place must be divided by. `exact_ST` marks sampled tokens that come from `version` alone (all
-    False without one). `samples` are the rows in order; `num_left_out` counts the samples that were not trainable.
+    False without one). `filtered_ST` marks tokens drawn from what filters had left of the vocabulary, `shaped_ST` those drawn
+    under penalties or biases. `kept_counts_ST` int64 (0 where there is no kept set) cut `kept_ids` int64, the ids that the
+    filters kept, into places, row by row; `num_without_kept` counts the filtered tokens without. `samples` are the rows in
+    order; `num_left_out` counts the samples that were not trainable.
     """
 
     ids_ST: torch.Tensor
@@ -110,8 +113,13 @@ class Batch:
     versions_ST: torch.Tensor
     sequence_ST: torch.Tensor
     exact_ST: torch.Tensor
+    filtered_ST: torch.Tensor
+    shaped_ST: torch.Tensor
+    kept_counts_ST: torch.Tensor
+    kept_ids: torch.Tensor
     packed: bool
     samples: tuple[TrainingSample, ...]
+    num_without_kept: int = 0
     num_left_out: int = 0
 
     @property
@@ -143,6 +151,9 @@ def _columns(sample: TrainingSample, advantage: float, version: int | None) -> d
         "positions_ST": np.arange(length, dtype=np.int64),
         "versions_ST": np.where(sample.mask, sample.versions, np.int64(-1)),
         "exact_ST": np.zeros(length, np.bool_) if version is None else sample.exact_mask(version),
+        "filtered_ST": sample.filtered_mask(),
+        "shaped_ST": sample.shaped_mask(),
+        "kept_counts_ST": sample.kept_sets()[0].astype(np.int64),
     }
 
 
@@ -199,7 +210,16 @@ def collate(
     width = -(-max(len(row["ids_ST"]) for row in rows) // multiple_of) * multiple_of
     padding = {**_PADDING, "ids_ST": pad_id}
     tensors = {name: _stack([row[name] for row in rows], width, padding.get(name, 0), pad_side) for name in rows[0]}
-    return Batch(**tensors, packed=packed, samples=tuple(sample for sample, _ in kept), num_left_out=len(samples) - len(kept))
+    # Rows stand in the order of the samples and places in order within them, so the sets of all samples follow each other.
+    kept_ids = np.concatenate([sample.kept_sets()[1] for sample, _ in kept])
+    return Batch(
+        **tensors,
+        kept_ids=torch.from_numpy(kept_ids.astype(np.int64)),
+        packed=packed,
+        samples=tuple(sample for sample, _ in kept),
+        num_without_kept=int((tensors["filtered_ST"] & (tensors["kept_counts_ST"] == 0)).sum()),
+        num_left_out=len(samples) - len(kept),
+    )
 
 
 def _stack(columns: list[np.ndarray], width: int, fill: Any, pad_side: str) -> torch.Tensor:
@@ -210,94 +230,3 @@ def _stack(columns: list[np.ndarray], width: int, fill: Any, pad_side: str) -> t
         else:
             table[row, width - len(column) :] = column
     return torch.from_numpy(table)
-
-
-def token_logprobs(logits_STV: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the log-probability of each token under the model, float32 [S, T], 0 where nothing was sampled.
-
-    `logits_STV` is the model's output for `batch.ids_ST`; place t is predicted by the output at t - 1, divided by the
-    temperature it was sampled with. Only sampled places are computed.
-    """
-    predicted_S, predicted_T = torch.nonzero(batch.loss_mask_ST, as_tuple=True)
-    temperatures = batch.temperatures_ST[predicted_S, predicted_T]
-    logits = logits_STV[predicted_S, predicted_T - 1].float() / temperatures[:, None]
-    chosen = torch.log_softmax(logits, dim=-1).gather(-1, batch.ids_ST[predicted_S, predicted_T][:, None])[:, 0]
-    return torch.zeros(batch.ids_ST.shape, dtype=torch.float32, device=logits_STV.device).index_put((predicted_S, predicted_T), chosen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """A loss to call backward on, and what it was made of (plain floats over the tokens that carry loss)."""
-
-    loss: torch.Tensor
-    mean_ratio: float
-    clip_fraction: float
-    mean_abs_log_ratio: float
-
-
-def policy_loss(
-    new_logprobs_ST: torch.Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2, num_tokens: int | None = None
-) -> PolicyLoss:
-    """Return the clipped policy-gradient loss, the sum over sampled tokens divided by `num_tokens`.
-
-    The importance ratio is taken against the behaviour log-probabilities, that is, against the policy which really drew
-    the tokens, however old. `num_tokens` defaults to the batch's own count; give the whole step's count to micro-batches.
-    Source: clipped surrogate objective, arXiv 1707.06347.
-    """
-    mask = batch.loss_mask_ST
-    zero = torch.zeros((), dtype=torch.float32, device=new_logprobs_ST.device)
-    # `where` and not a product: garbage outside the mask may be NaN or infinite, and 0 * NaN is NaN in loss and gradient.
-    log_ratio = torch.where(mask, new_logprobs_ST - batch.behaviour_logprobs_ST, zero)
-    advantages = torch.where(mask, batch.advantages_ST, zero)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    objective = torch.where(mask, torch.minimum(ratio * advantages, clipped * advantages), zero)
-    count = max(1, batch.num_loss_tokens)
-    loss = -objective.sum() / max(1, count if num_tokens is None else num_tokens)
-    with torch.no_grad():
-        clips = mask & (clipped * advantages < ratio * advantages)
-        mean_ratio = float(torch.where(mask, ratio, zero).sum() / count)
-        return PolicyLoss(
-            loss=loss,
-            mean_ratio=mean_ratio,
-            clip_fraction=float(clips.sum() / count),
-            mean_abs_log_ratio=float(log_ratio.abs().sum() / count),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobGap:
-    """How far the trainer's log-probabilities are from the reported ones.
-
-    `max_exact` is over the `num_exact` tokens of the trainer's own version (`Batch.exact_ST`), where any gap is a defect;
-    `mean_other` is the mean |log ratio| of the `num_other` remaining tokens, where a gap is staleness.
-    """
-
-    max_exact: float
-    num_exact: int
-    mean_other: float
-    num_other: int
-
-    @classmethod
-    def merged(cls, parts: Sequence[LogprobGap]) -> LogprobGap:
-        """Return the gap over the tokens of all parts, for example a step's micro-batches."""
-        num_other = sum(part.num_other for part in parts)
-        return cls(
-            max_exact=max((part.max_exact for part in parts), default=0.0),
-            num_exact=sum(part.num_exact for part in parts),
-            mean_other=sum(part.mean_other * part.num_other for part in parts) / max(1, num_other),
-            num_other=num_other,
-        )
-
-
-def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch) -> LogprobGap:
-    """Compare the trainer's log-probabilities with those that the rollout reported (`logprobs_ST`)."""
-    with torch.no_grad():
-        gap = (new_logprobs_ST - batch.logprobs_ST).abs()
-        exact, other = gap[batch.exact_ST], gap[batch.loss_mask_ST & ~batch.exact_ST]
-        return LogprobGap(
-            max_exact=float(exact.max()) if exact.numel() else 0.0,
-            num_exact=exact.numel(),
-            mean_other=float(other.mean()) if other.numel() else 0.0,
-            num_other=other.numel(),
-        )

@@ -10,7 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trainer_bridge.errors import InvalidSample
-from trainer_bridge.samples import RowLike, SampleStatus, TrainingSample
+from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.turns import RowLike
 
 _STATUS = {
     "done": SampleStatus.FINISHED,

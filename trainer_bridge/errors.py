@@ -5,6 +5,7 @@ Every error says what failed with the offending value, the limit or cause, and t
     BridgeError (Exception)
     ├── InvalidSample (ValueError)        sample_invalid       a record that must not be trained on
     ├── InvalidBatch (ValueError)         batch_invalid        arguments of collate, advantages or a loss do not fit
+    │   └── KeptSetsMissing               kept_sets_missing    a ratio against a narrowed draw without the ids it was narrowed to
     ├── InvalidOption (ValueError)        option_invalid       an option of a source or a push
     ├── InvalidState (ValueError)         state_invalid        a state_dict that does not fit the source
     ├── RolloutShortfall (RuntimeError)   rollout_shortfall    fewer groups than asked for can be had
@@ -43,6 +44,12 @@ class InvalidBatch(BridgeError, ValueError):
     """Samples, advantages or tensors do not belong together."""
 
     code = "batch_invalid"
+
+
+class KeptSetsMissing(InvalidBatch):
+    """Tokens were drawn from a part of the vocabulary that nobody wrote down, so that no importance ratio is defined for them."""
+
+    code = "kept_sets_missing"
 
 
 class InvalidOption(BridgeError, ValueError):

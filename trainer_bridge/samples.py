@@ -12,11 +12,12 @@ import enum
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from trainer_bridge.errors import InvalidSample
+from trainer_bridge.turns import RowLike, TurnSpan
 
 NO_VERSION = -1
 
@@ -31,56 +32,6 @@ class SampleStatus(enum.StrEnum):
 
 
 TRAINABLE = frozenset({SampleStatus.FINISHED, SampleStatus.TRUNCATED})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSpan:
-    """One sampled turn: places `start` to `end` (exclusive) of the row, its temperature and the versions of its KV.
-
-    `kv_spans` are (first place, version) runs over places 0 to `end`: which weights computed the keys and values that
-    the turn's tokens attended to.
-    """
-
-    start: int
-    end: int
-    temperature: float = 1.0
-    kv_spans: tuple[tuple[int, int], ...] = ()
-
-    def first_foreign_place(self, version: int) -> int:
-        """Return the first place whose KV another version computed, `end` if there is none."""
-        if not self.kv_spans or self.kv_spans[0][0] != 0:
-            return 0
-        return next((first for first, made_by in self.kv_spans if made_by != version), self.end)
-
-
-class TurnLike(Protocol):
-    """What a sample reads of a sampled turn in an episode's row."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def kv_spans(self) -> tuple[tuple[int, int], ...]: ...
-
-
-class RowLike(Protocol):
-    """What a sample reads of an episode's row; `rollout.agent` makes such rows."""
-
-    @property
-    def ids(self) -> np.ndarray: ...
-    @property
-    def mask(self) -> np.ndarray: ...
-    @property
-    def logprobs(self) -> np.ndarray | None: ...
-    @property
-    def behaviour_logprobs(self) -> np.ndarray | None: ...
-    @property
-    def versions(self) -> np.ndarray: ...
-    @property
-    def turns(self) -> Sequence[TurnLike]: ...
 
 
 def _array(name: str, value: Any, dtype: type[np.generic], length: int | None) -> np.ndarray:
@@ -113,8 +64,9 @@ class TrainingSample:
 
     Shapes: `ids` int32 [n], `mask` bool [n] (True = sampled by the policy), `logprobs` float32 [n] (of logits / temperature
     over the whole vocabulary), `behaviour_logprobs` float32 [n] (of the distribution really drawn from; None when equal),
-    `versions` int64 [n]. `turns` cover exactly the sampled places. An episode that forked has several samples with the same
-    `group_id` and `member` and the same `reward`. `reward` is None for members without one (failed, cancelled).
+    `versions` int64 [n]. `kept_counts` int32 [n] cut `kept_ids` int32, the ids that the filters kept, into places (0 where there
+    is no kept set; both None without any). `turns` cover exactly the sampled places. An episode that forked has several samples
+    with the same `group_id` and `member` and the same `reward`. `reward` is None for members without one (failed, cancelled).
     Raises: InvalidSample naming field, value and remedy.
     """
 
@@ -124,6 +76,8 @@ class TrainingSample:
     versions: np.ndarray
     turns: tuple[TurnSpan, ...]
     behaviour_logprobs: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
     reward: float | None = None
     group_id: Hashable = 0
     member: int = 0
@@ -152,6 +106,10 @@ class TrainingSample:
         if len(self.ids):
             self._check_places()
         self._check_turns()
+        if self.kept_counts is not None or self.kept_ids is not None:
+            put("kept_counts", _array("kept_counts", [] if self.kept_counts is None else self.kept_counts, np.int32, length))
+            put("kept_ids", _array("kept_ids", [] if self.kept_ids is None else self.kept_ids, np.int32, None))
+            self._check_kept()
         self._check_reward()
 
     def _check_places(self) -> None:
@@ -226,6 +184,31 @@ class TrainingSample:
                 remedy="make mask and turns from the same record",
             )
 
+    def _check_kept(self) -> None:
+        counts, ids = self.kept_counts, self.kept_ids
+        assert counts is not None and ids is not None, "both are arrays by now"
+        if (counts < 0).any() or int(counts.sum()) != ids.size:
+            raise InvalidSample(
+                f"kept_counts add up to {int(counts.sum())}",
+                field="kept_counts",
+                value=int(counts.sum()),
+                limit=f"kept_ids has {ids.size} entries",
+                remedy="keep the kept sets as the service reported them",
+            )
+        places = np.repeat(np.arange(counts.size), counts)
+        holds = np.zeros(counts.size, np.bool_)
+        holds[places[ids == self.ids[places]]] = True
+        lacking = self.filtered_mask() & (counts > 0) & ~holds
+        if lacking.any():
+            place = int(np.flatnonzero(lacking)[0])
+            raise InvalidSample(
+                f"the kept set of place {place} lacks its id {int(self.ids[place])}",
+                field="kept_ids",
+                value=int(self.ids[place]),
+                limit="a token is drawn from the ids that the filters kept",
+                remedy="keep the kept sets as the service reported them",
+            )
+
     def _check_reward(self) -> None:
         if self.reward is None:
             if self.status in (SampleStatus.FINISHED,):
@@ -268,13 +251,24 @@ class TrainingSample:
                 remedy="generate with logprobs=True",
             )
         turns = tuple(
-            TurnSpan(start=turn.start, end=turn.end, temperature=turn.temperature, kv_spans=tuple(turn.kv_spans)) for turn in row.turns
+            TurnSpan(
+                start=turn.start,
+                end=turn.end,
+                temperature=turn.temperature,
+                kv_spans=tuple(turn.kv_spans),
+                filtered=turn.filtered,
+                shaped=turn.shaped,
+                forced_tokens=turn.forced_tokens,
+            )
+            for turn in row.turns
         )
         return cls(
             ids=row.ids,
             mask=row.mask,
             logprobs=row.logprobs,
             behaviour_logprobs=row.behaviour_logprobs,
+            kept_counts=row.kept_counts,
+            kept_ids=row.kept_ids,
             versions=row.versions,
             turns=turns,
             reward=reward,
@@ -331,6 +325,28 @@ class TrainingSample:
         for turn in self.turns:
             temperatures[turn.start : turn.end] = turn.temperature if turn.temperature > 0 else 1.0
         return temperatures
+
+    def _drawn_mask(self, kind: str) -> np.ndarray:
+        mask = np.zeros(len(self.ids), np.bool_)
+        for turn in self.turns:
+            if getattr(turn, kind):
+                mask[turn.start + turn.forced_tokens : turn.end] = True
+        return mask
+
+    def filtered_mask(self) -> np.ndarray:
+        """Return which tokens were drawn from what filters had left of the vocabulary, bool [n]."""
+        return self._drawn_mask("filtered")
+
+    def shaped_mask(self) -> np.ndarray:
+        """Return which tokens were drawn under penalties or biases, bool [n]."""
+        return self._drawn_mask("shaped")
+
+    def kept_sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the kept sets of filtered tokens as counts int32 [n] and ids; a count of 0 where there is none."""
+        if self.kept_counts is None or self.kept_ids is None:
+            return np.zeros(len(self.ids), np.int32), np.empty(0, np.int32)
+        filtered = self.filtered_mask()
+        return np.where(filtered, self.kept_counts, 0), self.kept_ids[np.repeat(filtered, self.kept_counts)]
 
     def exact_mask(self, version: int) -> np.ndarray:
         """Return which sampled tokens come from `version` alone, bool [n].

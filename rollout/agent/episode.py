@@ -24,7 +24,7 @@ from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.conversation import Conversation
 from rollout.agent.errors import EpisodeStateError, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
-from rollout.agent.record import EpisodeRow, GenerationLike, TokenRecord, TurnRecord
+from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 from rollout.seeds import derive_seed
@@ -220,15 +220,16 @@ class Episode:
             raise
         finally:
             self._in_flight = None
-        return self._take(generation, plan.temperature, shortened=budget < asked)
+        draw = Draw(temperature=plan.temperature, filtered=plan.filters, shaped=plan.shapes, forced_tokens=len(plan.forced_ids or ()))
+        return self._take(generation, draw, shortened=budget < asked)
 
     async def _give_up(self, request_id: bytes) -> None:
         """Cancel a request whose waiter was cancelled; a service that does not answer holds it up for a moment only."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._client.cancel(request_id), CANCEL_WAIT_S)
 
-    def _take(self, generation: GenerationLike, temperature: float, *, shortened: bool) -> Turn:
-        record = self._record.add_turn(generation, temperature)
+    def _take(self, generation: GenerationLike, draw: Draw, *, shortened: bool) -> Turn:
+        record = self._record.add_turn(generation, draw)
         ids = np.asarray(generation.ids, np.int32)
         ended = record.finish_kind == "stop" and record.stop_id is not None and len(ids) > 0 and int(ids[-1]) == record.stop_id
         end_of_turn = self._format.end_of_turn_id if self._format else None

@@ -26,6 +26,8 @@ class FinishLike(Protocol):
     @property
     def stop_id(self) -> int | None: ...
     @property
+    def stop_string(self) -> str | None: ...
+    @property
     def detail(self) -> str | None: ...
 
 
@@ -56,6 +58,24 @@ class GenerationLike(Protocol):
     def cached_tokens(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
+    @property
+    def kept_counts(self) -> np.ndarray | None: ...
+    @property
+    def kept_ids(self) -> np.ndarray | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What the draw of a turn's tokens was, as far as an importance ratio depends on it.
+
+    `filtered`: top-k, top-p or min-p narrowed it; `shaped`: penalties or biases changed it. The first `forced_tokens` were not
+    drawn at all.
+    """
+
+    temperature: float = 1.0
+    filtered: bool = False
+    shaped: bool = False
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +83,7 @@ class TurnRecord:
     """One sampled turn: places `start` to `end` (exclusive) of its row and how it was drawn.
 
     `kv_spans` are (first place, version) runs over places 0 to `end`: which weights made the keys and values attended to.
-    `index` counts the episode's turns from 0, across rows. Units: tokens.
+    `filtered`, `shaped` and `forced_tokens` as in `Draw`. `index` counts the episode's turns from 0, across rows. Units: tokens.
     """
 
     index: int
@@ -77,6 +97,10 @@ class TurnRecord:
     prompt_tokens: int
     cached_tokens: int
     request_id: bytes
+    filtered: bool = False
+    shaped: bool = False
+    forced_tokens: int = 0
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +109,8 @@ class EpisodeRow:
 
     Shapes: all arrays [n]. `ids` int32, `mask` bool (True = sampled), `logprobs` and `raw_logprobs` float32 and NaN where
     nothing was sampled (None if a turn was drawn without them), `behaviour_logprobs` likewise (None when equal to `logprobs`
-    everywhere), `versions` int64 (-1 where nothing was sampled), `temperatures` float32 (1 there).
+    everywhere), `versions` int64 (-1 where nothing was sampled), `temperatures` float32 (1 there). `kept_counts` int32 cut
+    `kept_ids` int32 [m], the ids that the filters kept, into places (0 where there is no kept set; None if no turn has any).
     """
 
     ids: np.ndarray
@@ -96,6 +121,8 @@ class EpisodeRow:
     versions: np.ndarray
     temperatures: np.ndarray
     turns: tuple[TurnRecord, ...]
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -146,8 +173,21 @@ class _Row:
             at += len(ids)
         return column
 
+    def kept(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the kept sets as counts for each place and ids; None if no turn has any."""
+        if all(generation is None or generation.kept_counts is None for _, generation, _ in self.chunks):
+            return None, None
+        counts, ids, at = np.zeros(self.length, np.int32), [np.empty(0, np.int32)], 0
+        for own, generation, _ in self.chunks:
+            if generation is not None and generation.kept_counts is not None and generation.kept_ids is not None:
+                counts[at : at + len(own)] = generation.kept_counts
+                ids.append(np.asarray(generation.kept_ids, np.int32))
+            at += len(own)
+        return counts, np.concatenate(ids)
+
     def build(self) -> EpisodeRow:
         """Return the row as arrays of one length."""
+        kept_counts, kept_ids = self.kept()
         mask = np.zeros(self.length, np.bool_)
         versions = np.full(self.length, NO_VERSION, np.int64)
         temperatures = np.ones(self.length, np.float32)
@@ -167,6 +207,8 @@ class _Row:
             versions=versions,
             temperatures=temperatures,
             turns=tuple(turn for turn in self.turns if turn.start < turn.end),
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
         )
 
 
@@ -202,7 +244,7 @@ class TokenRecord:
         self._rows.append(_Row())
         self.add_environment(ids)
 
-    def add_turn(self, generation: GenerationLike, temperature: float) -> TurnRecord:
+    def add_turn(self, generation: GenerationLike, draw: Draw) -> TurnRecord:
         """Append a sampled turn. Raises: IncompleteGeneration (and appends nothing)."""
         row = self._rows[-1]
         ids = np.asarray(generation.ids, np.int32)
@@ -212,7 +254,7 @@ class TokenRecord:
             index=self.num_turns,
             start=row.length,
             end=row.length + len(ids),
-            temperature=temperature,
+            temperature=draw.temperature,
             seed=generation.seed,
             finish_kind=str(finish.kind),
             stop_id=finish.stop_id,
@@ -220,8 +262,12 @@ class TokenRecord:
             prompt_tokens=generation.prompt_tokens,
             cached_tokens=generation.cached_tokens,
             request_id=generation.request_id,
+            filtered=draw.filtered,
+            shaped=draw.shaped,
+            forced_tokens=min(draw.forced_tokens, len(ids)),
+            stop_string=finish.stop_string,
         )
-        row.append(ids, generation, temperature)
+        row.append(ids, generation, draw.temperature)
         row.turns.append(turn)
         self.num_turns += 1
         return turn
@@ -240,6 +286,10 @@ class TokenRecord:
         for row in rows:
             lengths = {len(values) for values in (row.ids, row.mask, row.versions, row.temperatures)}
             lengths |= {len(values) for values in (row.logprobs, row.raw_logprobs, row.behaviour_logprobs) if values is not None}
+            if row.kept_counts is not None and row.kept_ids is not None:
+                lengths.add(len(row.kept_counts))
+                assert int(row.kept_counts.sum()) == len(row.kept_ids), "kept sets do not add up"
+                assert not row.kept_counts[~row.mask].any(), "a place that was not sampled has a kept set"
             assert lengths == {len(row)}, f"columns of lengths {sorted(lengths)} in a row of {len(row)}"
             covered = np.zeros(len(row), np.bool_)
             for turn in row.turns:
@@ -261,6 +311,9 @@ def _check_complete(generation: GenerationLike, prompt_ids: np.ndarray, length: 
         )
     if len(generation.versions) != length:
         raise _incomplete("versions", len(generation.versions), length)
+    counts, kept = generation.kept_counts, generation.kept_ids
+    if counts is not None and (kept is None or len(counts) != length or int(counts.sum()) != len(kept)):
+        raise _incomplete("kept_counts", len(counts), length)
     for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"):
         values = getattr(generation, name)
         if values is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,44 @@ class TurnSampling:
     """How turns are drawn; `act` may replace any of it for one turn. Values are checked by the service.
 
     `max_new_tokens` absent: the episode's limit, or 256 without one. `seed` absent: derived from the episode's seed and the turn's number.
+    A turn that a `stop` string ends keeps it, in its ids and in its text. Where `filters` narrow the draw, training with
+    importance ratios needs `return_kept_ids`.
     """
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop_ids: Sequence[int] = ()
+    stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     forced_ids: Sequence[int] | None = None
     logprobs: bool = True
+    return_kept_ids: bool = False
     min_version: int | None = None
     deadline_s: float | None = None
 
+    @property
+    def filters(self) -> bool:
+        """Return whether top-k, top-p or min-p narrow the draw."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def shapes(self) -> bool:
+        """Return whether penalties or biases change how likely ids are."""
+        penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalised or bool(self.logit_bias)
+
     def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
         """Return a copy with changes. Raises: InvalidEpisode for an unknown name."""
-        known = {field.name for field in dataclasses.fields(self)}
+        known = {item.name for item in dataclasses.fields(self)}
         for name in changes:
             if name not in known:
                 raise InvalidEpisode(
@@ -54,7 +76,8 @@ class TurnSampling:
 class Turn:
     """One sampled turn as the agent loop sees it.
 
-    `ids` int32 are all sampled ids, the end-of-turn included; `text` leaves that one out and keeps every other control token.
+    `ids` int32 are all sampled ids, the end-of-turn included; `text` leaves that one out and keeps every other control token
+    and a stop string (`generation.text` is cut before it).
     `limit` names what cut the turn, None if it ended by itself. `record` tells how it was drawn.
     """
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from areno.weights.digest import digest
-from trainer_bridge.samples import SampleStatus, TrainingSample, TurnSpan
+from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.turns import TurnSpan
 
 
 def make_sample(

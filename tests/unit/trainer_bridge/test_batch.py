@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.unit.trainer_bridge.fakes import TinyNet, failed_sample, make_sample
-from trainer_bridge.batch import Batch, LogprobGap, collate, group_advantages, logprob_gap, policy_loss, sample_advantages, token_logprobs
+from trainer_bridge.batch import Batch, collate, group_advantages, sample_advantages
 from trainer_bridge.errors import InvalidBatch
-from trainer_bridge.samples import SampleStatus, TrainingSample, TurnSpan
+from trainer_bridge.loss import LogprobGap, logprob_gap, policy_loss, token_logprobs
+from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.turns import TurnSpan
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.trainer_bridge.fakes import make_sample
 from trainer_bridge.errors import InvalidSample
-from trainer_bridge.samples import SampleStatus, TrainingSample, TurnSpan, oldest_version
+from trainer_bridge.samples import SampleStatus, TrainingSample, oldest_version
+from trainer_bridge.turns import TurnSpan
 
 
 def fields_of(sample: TrainingSample, **changed: Any) -> dict[str, Any]:
@@ -163,11 +164,44 @@ def test_a_turn_without_spans_is_never_called_exact() -> None:
 
 
 def test_a_sample_is_made_from_an_episodes_row_as_it_is() -> None:
-    turn = SimpleNamespace(start=3, end=5, temperature=0.7, kv_spans=((0, 2),), seed=9)
+    turn = SimpleNamespace(start=3, end=5, temperature=0.7, kv_spans=((0, 2),), seed=9, filtered=True, shaped=False, forced_tokens=1)
     row = SimpleNamespace(**fields_of(make_sample(version=2), turns=(turn,)), temperatures=None)
     sample = TrainingSample.from_row(row, reward=0.5, group_id="g", member=3)
     assert (sample.reward, sample.group_id, sample.member, sample.turns[0].temperature) == (0.5, "g", 3, 0.7)
     assert np.array_equal(sample.ids, row.ids) and sample.exact_mask(2).sum() == 2
+    assert np.flatnonzero(sample.filtered_mask()).tolist() == [4] and not sample.shaped_mask().any()
     row.logprobs = None
     with pytest.raises(InvalidSample, match="generate with logprobs=True"):
         TrainingSample.from_row(row, reward=0.5)
+
+
+FILTERED = (TurnSpan(start=3, end=5, filtered=True),)
+
+
+def test_kept_sets_belong_to_filtered_tokens_and_forced_ones_have_none() -> None:
+    sample = make_sample()
+    sets = [[7], [], [], [sample.ids[3], 1], [2, sample.ids[4], 3]]
+    kept = {"kept_counts": [len(one) for one in sets], "kept_ids": [token for one in sets for token in one]}
+    whole = TrainingSample(**fields_of(sample, turns=FILTERED, **kept))
+    counts, ids = whole.kept_sets()
+    assert counts.tolist() == [0, 0, 0, 2, 3] and ids.tolist() == sets[3] + sets[4]
+    forced = TrainingSample(**fields_of(sample, turns=(TurnSpan(start=3, end=5, filtered=True, forced_tokens=1),), **kept))
+    assert forced.kept_sets()[0].tolist() == [0, 0, 0, 0, 3] and forced.kept_sets()[1].tolist() == sets[4]
+    plain = TrainingSample(**fields_of(sample, **kept))
+    assert not plain.kept_sets()[0].any() and not plain.kept_sets()[1].size
+    assert not TrainingSample(**fields_of(sample, turns=FILTERED)).kept_sets()[0].any()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"kept_counts": [0, 0, 0, 1, 1], "kept_ids": [1]}, "kept_ids has 1 entries"),
+        ({"kept_counts": [0, 0, 0, 1, 1], "kept_ids": None}, "kept_ids has 0 entries"),
+        ({"kept_counts": None, "kept_ids": [1]}, "kept_counts has 0 entries"),
+        ({"kept_counts": [0, 0, 0, -1, 2], "kept_ids": [1]}, "kept_ids has 1 entries"),
+        ({"kept_counts": [0, 0, 0, 1, 1], "kept_ids": [99, 99]}, "kept set of place 3 lacks its id"),
+    ],
+)
+def test_kept_sets_that_cannot_be_are_refused(kept: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSample, match=said):
+        TrainingSample(**fields_of(make_sample(), turns=FILTERED, **kept))

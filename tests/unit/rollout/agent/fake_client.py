@@ -18,6 +18,7 @@ from tests.unit.rollout.agent.byte_tokenizer import control_id, files
 class FakeFinish:
     kind: str
     stop_id: int | None = None
+    stop_string: str | None = None
     detail: str | None = None
 
 
@@ -35,6 +36,8 @@ class FakeGeneration:
     seed: int
     cached_tokens: int
     prompt_tokens: int
+    kept_counts: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
 
 
 @dataclass
@@ -128,6 +131,8 @@ class FakeClient:
             seed=options["seed"],
             cached_tokens=len(prompt_ids) // 2,
             prompt_tokens=len(prompt_ids),
+            kept_counts=np.full(count, 2, np.int32) if options.get("return_kept_ids") else None,
+            kept_ids=np.repeat(np.array(ids, np.int32), 2) if options.get("return_kept_ids") else None,
         )
 
 

@@ -541,3 +541,32 @@ def test_two_episodes_have_lineages_and_seeds_of_their_own() -> None:
     client = FakeClient()
     one, other = (asyncio.run(Episode.open(client, messages=USER)) for _ in range(2))
     assert one.lineage != other.lineage and one.seed != other.seed
+
+
+SHAPING = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "filtered", "shaped"),
+    [
+        ({}, False, False),
+        ({"top_k": 5}, True, False),
+        ({"top_p": 0.9}, True, False),
+        ({"min_p": 0.1}, True, False),
+        *(({name: value}, False, True) for name, value in SHAPING.items()),
+        ({"top_k": 5, "logit_bias": {3: 1.0}}, True, True),
+        ({"top_k": -1, "top_p": 1.0}, False, False),
+    ],
+)
+def test_a_turn_remembers_whether_filters_or_penalties_had_a_part_in_its_draw(
+    sampling: dict[str, Any], filtered: bool, shaped: bool
+) -> None:
+    client = FakeClient([[*spelled("a"), END]])
+    episode = start(client, sampling=TurnSampling(**sampling))
+    (turn,) = play(episode, stop=["x"], return_kept_ids=filtered)
+    sent = client.requests[0][1]
+    assert {name: sent[name] for name in sampling} == sampling and sent["stop"] == ["x"]
+    assert (turn.record.filtered, turn.record.shaped) == (filtered, shaped)
+    (row,) = episode.rows()
+    assert (row.kept_counts is not None) == filtered
+    assert row.kept_counts is None or row.kept_counts[row.mask].tolist() == [2, 2]
