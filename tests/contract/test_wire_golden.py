@@ -29,6 +29,26 @@ CODES = [
     "update_busy", "weight_update_failed", "weights_changed", "weights_file_refused", "weights_unchanged",
 ]  # fmt: skip
 
+GROUP_BYTES = [
+    "01001800000102030405060708090a0b0c0d0e0f",
+    (
+        "9283a5746f705f6b05a473746f7091a2c3a9a473656564cf80000000000000009493aa70726f6d70745f696473a33c6934910193a8626961"
+        "735f696473a33c6934910193ab626961735f76616c756573a33c6638910193aa6d656d6265725f696473a37c7531920210"
+    ),
+    "01000000",
+    "07000000",
+    "00000000000004c0",
+    "000102030405060708090a0b0c0d0e0f00000000000000000000000000000000",
+]
+FLUSH_BODY = (
+    "9282a373657101a866696e69736865649187a5696e64657800a46b696e64a473746f70ad6f75747075745f746f6b656e7302ab73746f705f73747269"
+    "6e67a178ad6b765f72656275696c745f61749103ad70726f6d70745f73636f726564c3aa746578745f6279746573029c93ab726571756573745f6964"
+    "73a37c753192011093a76f666673657473a33c6938910193a6636f756e7473a33c6934910193a9746f6b656e5f696473a33c6934910293ae76657273"
+    "696f6e5f76616c756573a33c6938910193ae76657273696f6e5f636f756e7473a33c6938910193ab6b6570745f636f756e7473a33c6934910293a86b"
+    "6570745f696473a33c6934910393ad70726f6d70745f73636f726573a33c693892010493af70726f6d70745f6c6f6770726f6273a33c6634910193b3"
+    "70726f6d70745f7261775f6c6f6770726f6273a33c6634910193a57465787473a37c75319102"
+)
+
 
 def _hex(frames: list) -> list[str]:  # type: ignore[type-arg]
     return [bytes(frame).hex() for frame in frames]
@@ -69,6 +89,67 @@ def test_a_generation_has_these_bytes() -> None:
         "9282ae6d61785f6e65775f746f6b656e7304ab74656d7065726174757265cb3fe00000000000009193aa70726f6d70745f696473a33c69349102",
         "0100000002010000",
     ]
+
+
+def test_a_group_with_biases_and_stop_strings_has_these_bytes() -> None:
+    fields = {"top_k": 5, "stop": ["é"], "seed": 2**63}
+    arrays = {
+        "prompt_ids": np.array([1], np.int32),
+        "bias_ids": np.array([7], np.int32),
+        "bias_values": np.array([-2.5], np.float64),
+        "member_ids": np.frombuffer(REQUEST_ID + bytes(16), np.uint8).reshape(2, 16),
+    }
+    frames = encode(Op.GENERATE_GROUP, REQUEST_ID, fields, arrays)
+    assert _hex(frames) == GROUP_BYTES
+    body = decode([bytes(frame) for frame in frames], DATA_REQUESTS).body
+    assert (body.top_k, body.stop, body.seed, body.top_p) == (5, ["é"], 2**63, 1.0)  # type: ignore[attr-defined]
+
+
+def test_the_defaults_of_a_generation_are_these() -> None:
+    defaults = {name: field.default for name, field in MODELS[Op.GENERATE].model_fields.items()}
+    assert defaults == {
+        "max_new_tokens": 128, "min_new_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None, "ignore_eos": False, "stop": [],
+        "logprobs": True, "return_kept_ids": False, "prompt_logprobs_from": None, "prior_output_tokens": 0, "lineage": None,
+        "cache_salt": None, "kv_policy": "keep", "max_kv_lag": 4, "min_version": None, "deadline_s": None,
+    }  # fmt: skip
+
+
+def test_a_flush_with_kept_sets_a_scored_prompt_and_a_text_has_these_bytes() -> None:
+    arrays = {
+        "request_ids": np.frombuffer(REQUEST_ID, np.uint8).reshape(1, 16),
+        "offsets": np.array([0], np.int64),
+        "counts": np.array([2], np.int32),
+        "token_ids": np.array([7, 9], np.int32),
+        "version_values": np.array([5], np.int64),
+        "version_counts": np.array([2], np.int64),
+        "kept_counts": np.array([2, 1], np.int32),
+        "kept_ids": np.array([7, 3, 9], np.int32),
+        "prompt_scores": np.array([[0, 4, 1, 5]], np.int64),
+        "prompt_logprobs": np.array([-0.5], np.float32),
+        "prompt_raw_logprobs": np.array([-1.0], np.float32),
+        "texts": np.frombuffer("é".encode(), np.uint8),
+    }
+    ending = {
+        "index": 0,
+        "kind": "stop",
+        "output_tokens": 2,
+        "stop_string": "x",
+        "kv_rebuilt_at": [3],
+        "prompt_scored": True,
+        "text_bytes": 2,
+    }
+    frames = encode(Op.DELTAS, bytes(16), {"seq": 1, "finished": [ending]}, arrays)
+    assert _hex(frames)[1] == FLUSH_BODY
+    assert _hex(frames)[8:] == [
+        "0200000001000000",
+        "070000000300000009000000",
+        "0000000000000000040000000000000001000000000000000500000000000000",
+        "000000bf",
+        "000080bf",
+        "c3a9",
+    ]
+    assert decode([bytes(frame) for frame in frames], CLIENT_REPLIES).body.finished[0].stop_string == "x"  # type: ignore[attr-defined]
 
 
 def test_a_flush_has_these_bytes() -> None:
