@@ -1,0 +1,1 @@
+"""Arithmetic word questions with a calculator tool, on a real small model."""
