@@ -64,8 +64,12 @@ class EngineClient:
             raw_logprobs=joined[2],
             behaviour_logprobs=None,
             versions=joined[3].astype(np.int64),
+            kept_counts=None,
+            kept_ids=None,
             kv_spans=finished.kv_spans,
-            finish_reason=finished.reason,
+            finish_reason=SimpleNamespace(
+                kind=finished.reason.kind, stop_id=finished.reason.stop_id, stop_string=None, detail=finished.reason.detail
+            ),
             seed=finished.seed,
             cached_tokens=finished.cached_tokens,
             prompt_tokens=finished.prompt_tokens,

@@ -16,8 +16,8 @@ def test_a_config_survives_json() -> None:
 
 
 def test_only_given_engine_options_reach_the_engine() -> None:
-    config = ServiceConfig(model="m", run_ahead=2, prefix_cache=False, threads=3)
-    assert config.engine_arguments() == {"model": "m", "run_ahead": 2, "prefix_cache": False}
+    config = ServiceConfig(model="m", run_ahead=2, prefix_cache=False, kept_ids=True, threads=3)
+    assert config.engine_arguments() == {"model": "m", "run_ahead": 2, "prefix_cache": False, "kept_ids": True}
 
 
 def test_an_unknown_option_lists_the_known_ones() -> None:

@@ -54,6 +54,16 @@ def test_what_was_encoded_comes_back() -> None:
         ({"lineage": "x" * 201}, "lineage", "at most 200"),
         ({"deadline_s": 0}, "deadline_s", "greater than 0"),
         ({"kv_policy": b"keep"}, "kv_policy", "valid string"),
+        ({"top_p": float("nan")}, "top_p", "finite"),
+        ({"presence_penalty": float("inf")}, "presence_penalty", "finite"),
+        ({"top_k": 2.0}, "top_k", "valid integer"),
+        ({"return_kept_ids": 1}, "return_kept_ids", "valid boolean"),
+        ({"prompt_logprobs_from": 2**63}, "prompt_logprobs_from", "less than"),
+        ({"stop": "x"}, "stop", "valid list"),
+        ({"stop": [""]}, "stop.0", "at least 1"),
+        ({"stop": ["x", "y" * 257]}, "stop.1", "at most 256"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": [b"x"]}, "stop.0", "valid string"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_name_and_limit(fields: dict[str, Any], field: str, said: str) -> None:
@@ -88,6 +98,21 @@ def test_an_operation_of_another_socket_is_refused_and_the_known_ones_are_listed
     frames[0] = HEADER.pack(PROTOCOL_VERSION, 999, REQUEST_ID)
     with pytest.raises(UnknownOperation, match="operation 999"):
         decode(frames, DATA_REQUESTS)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bias_ids", np.int32), ("bias_values", np.float64)])
+def test_an_array_with_more_entries_than_any_engine_takes_is_refused_before_it_is_read(name: str, dtype: type) -> None:
+    assert decode(frames_of({}, {**PROMPT, name: np.zeros(4096, dtype)}), DATA_REQUESTS).arrays[name].size == 4096
+    with pytest.raises(WireError, match="at most 4096; shorten bias") as refused:
+        decode(frames_of({}, {**PROMPT, name: np.zeros(4097, dtype)}), DATA_REQUESTS)
+    assert refused.value.field == name
+
+
+def test_a_group_names_its_members() -> None:
+    with pytest.raises(WireError, match="lacks array member_ids"):
+        decode(frames_of({}, op=Op.GENERATE_GROUP), DATA_REQUESTS)
+    with pytest.raises(WireError, match="no array 'member_ids'"):
+        decode(frames_of({}, {**PROMPT, "member_ids": np.zeros((2, 16), np.uint8)}), DATA_REQUESTS)
 
 
 def spoil_bytes(frames: list[bytes]) -> None:
