@@ -335,8 +335,11 @@ class WireClient:
         return request_id
 
     def send_frames(self, frames: Sequence[Any]) -> None:
-        """Send any frames."""
-        assert self._peer.send(list(frames)) is Sent.OK, "no room to send"
+        """Send any frames; waits a while for room."""
+        deadline = time.monotonic() + 10.0
+        while self._peer.send(list(frames)) is not Sent.OK:
+            assert time.monotonic() < deadline, "no room to send"
+            time.sleep(0.005)
 
     def generate(self, prompt: Sequence[int] = (1, 2, 3), request_id: bytes | None = None, **fields: object) -> bytes:
         """Send a generation; returns its request id."""

@@ -31,6 +31,7 @@ from rollout.errors import (
     WireError,
     error_from_fields,
 )
+from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, Deltas, ErrorBody, Op, Welcome
 from rollout.wire.security import new_token
@@ -142,13 +143,10 @@ class IoThread:
         self._fail(lambda pending: error)
 
     def _loop(self) -> None:
-        before, timeout_s = time.monotonic(), 0.0
+        timeout_s, clock = 0.0, StandstillClock(SUSPENSION_S)
         while not self._closing:
             ready = self._poller.wait(timeout_s)
-            now = time.monotonic()
-            if now - before - timeout_s > SUSPENSION_S:
-                self._last_heard += now - before - timeout_s
-            before = now
+            self._last_heard += clock.stood_still(time.monotonic(), timeout_s)
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(65536)
@@ -158,6 +156,7 @@ class IoThread:
                 if link is not None:
                     self._send_unsent(link)
                     self._drain(link)
+            self._last_heard += clock.stood_still(time.monotonic(), 0.0)
             timeout_s = self._tick()
             self._post_to_loops()
         if self._data.welcomed:
