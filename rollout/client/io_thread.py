@@ -24,6 +24,7 @@ import numpy as np
 from rollout.client.pending import Call, Columns, Pending, StreamRecord
 from rollout.errors import (
     ClientClosed,
+    InvalidRequest,
     ProtocolMismatch,
     RolloutError,
     ServerRestarted,
@@ -230,11 +231,27 @@ class IoThread:
         if pending.done:
             return
         pending.since = time.monotonic()
-        if link is None:
+        too_large = self._too_large(pending.frames)
+        if too_large is not None:
+            self._end(pending, too_large)
+        elif link is None:
             # The control socket is known once the service has said WELCOME.
             self._waiting_for_control.append(pending.frames)
         else:
             self._send(link, pending.frames)
+
+    def _too_large(self, frames: list[Frame]) -> RolloutError | None:
+        """Refuse here what the service's socket would answer by closing the connection, and with it everybody's."""
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if self.welcome is None or size <= self.welcome.max_message_bytes:
+            return None
+        return InvalidRequest(
+            f"the message has {size} bytes",
+            field="max_message_bytes",
+            value=size,
+            limit=f"the service takes {self.welcome.max_message_bytes}",
+            remedy="send less at once, or start the service with a larger max_message_bytes",
+        )
 
     def _send(self, link: _Link, frames: list[Frame]) -> None:
         if not link.welcomed:
