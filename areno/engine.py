@@ -176,6 +176,10 @@ class Engine:
         self._step_s += time.perf_counter() - started
         return output
 
+    def collect(self) -> StepOutput:
+        """Return what the launches already made have said, making none: what a paused engine still has to tell."""
+        return _join(self._read(drain=True), self._scheduler.take_endings())
+
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest."""
         sampling = SamplingParams(temperature=temperature)

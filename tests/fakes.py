@@ -207,6 +207,11 @@ class FakeEngine:
         ended, self._ended = tuple(self._ended), []
         return self._output(sampled, ended)
 
+    def collect(self) -> StepOutput:
+        """Return the endings not told yet."""
+        ended, self._ended = tuple(self._ended), []
+        return self._output([], ended)
+
     def _next_id(self, row: _Row) -> int:
         forced = row.request.sampling.forced_ids
         if forced is not None and row.count < len(forced):

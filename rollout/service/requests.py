@@ -7,8 +7,7 @@ The front calls it with decoded messages of clients and of the engine host; it d
     deadline, cancel, ended lease -> KILL to the host; the host's STEP brings the ending
     host death      -> every submitted record ends as failed; held ones wait for the next host
 
-While the engine is paused it cannot bring endings, so the front ends cancelled and expired requests itself and the
-ledger drops what the engine says about them later.
+A paused engine host still brings endings: it launches nothing, but tells what is over.
 """
 
 from __future__ import annotations
@@ -230,11 +229,9 @@ class RequestDesk:
         self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state})
 
     def _end_here(self, record: Record, kind: str, detail: str | None) -> bool:
-        """End a request that the engine does not have, or that a paused engine cannot end."""
-        if record.submitted and not self._admission.paused:
-            return False
+        """End a request that the engine does not have."""
         if record.submitted:
-            self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": kind, "detail": detail})
+            return False
         self._held.pop(record.engine_id, None)
         self._end(record, Terminal(kind=kind, detail=detail, prompt_tokens=record.prompt_tokens, seed=record.seed))
         return True
