@@ -235,6 +235,11 @@ class FakeEngine:
             PromptScore(request_id=request.request_id, start=start, logprobs=logprobs, raw_logprobs=raw, version=self.version)
         )
 
+    def collect(self) -> StepOutput:
+        """Return the endings not told yet."""
+        ended, self._ended = tuple(self._ended), []
+        return self._output([], ended)
+
     def _next_id(self, row: _Row) -> int:
         forced, place = row.request.sampling.forced_ids, row.request.prior_output_tokens + row.count
         if forced is not None and place < len(forced):
@@ -371,8 +376,11 @@ class WireClient:
         return request_id
 
     def send_frames(self, frames: Sequence[Any]) -> None:
-        """Send any frames."""
-        assert self._peer.send(list(frames)) is Sent.OK, "no room to send"
+        """Send any frames; waits a while for room."""
+        deadline = time.monotonic() + 10.0
+        while self._peer.send(list(frames)) is not Sent.OK:
+            assert time.monotonic() < deadline, "no room to send"
+            time.sleep(0.005)
 
     def generate(self, prompt: Sequence[int] = (1, 2, 3), request_id: bytes | None = None, **fields: object) -> bytes:
         """Send a generation; returns its request id."""

@@ -25,6 +25,7 @@ from rollout.client.flush_extras import FlushExtras
 from rollout.client.pending import Call, Columns, Pending, StreamRecord
 from rollout.errors import (
     ClientClosed,
+    InvalidRequest,
     ProtocolMismatch,
     RolloutError,
     ServerRestarted,
@@ -32,6 +33,7 @@ from rollout.errors import (
     WireError,
     error_from_fields,
 )
+from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, Deltas, ErrorBody, Op, Welcome
 from rollout.wire.security import new_token
@@ -153,13 +155,10 @@ class IoThread:
         self._fail(lambda pending: error)
 
     def _loop(self) -> None:
-        before, timeout_s = time.monotonic(), 0.0
+        timeout_s, clock = 0.0, StandstillClock(SUSPENSION_S)
         while not self._closing:
             ready = self._poller.wait(timeout_s)
-            now = time.monotonic()
-            if now - before - timeout_s > SUSPENSION_S:
-                self._last_heard += now - before - timeout_s
-            before = now
+            self._last_heard += clock.stood_still(time.monotonic(), timeout_s)
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(65536)
@@ -169,6 +168,7 @@ class IoThread:
                 if link is not None:
                     self._send_unsent(link)
                     self._drain(link)
+            self._last_heard += clock.stood_still(time.monotonic(), 0.0)
             timeout_s = self._tick()
             self._post_to_loops()
         if self._data.welcomed:
@@ -247,11 +247,27 @@ class IoThread:
         if pending.done:
             return
         pending.since = time.monotonic()
-        if link is None:
+        too_large = self._too_large(pending.frames)
+        if too_large is not None:
+            self._end(pending, too_large)
+        elif link is None:
             # The control socket is known once the service has said WELCOME.
             self._waiting_for_control.append(pending.frames)
         else:
             self._send(link, pending.frames)
+
+    def _too_large(self, frames: list[Frame]) -> RolloutError | None:
+        """Refuse here what the service's socket would answer by closing the connection, and with it everybody's."""
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if self.welcome is None or size <= self.welcome.max_message_bytes:
+            return None
+        return InvalidRequest(
+            f"the message has {size} bytes",
+            field="max_message_bytes",
+            value=size,
+            limit=f"the service takes {self.welcome.max_message_bytes}",
+            remedy="send less at once, or start the service with a larger max_message_bytes",
+        )
 
     def _send(self, link: _Link, frames: list[Frame]) -> None:
         if not link.welcomed:

@@ -132,12 +132,12 @@ def id_array(name: str, value: Ids) -> np.ndarray:
 
 def checked_request_id(value: object) -> bytes:
     """Return a request id. Raises: InvalidRequest."""
-    if not isinstance(value, bytes) or len(value) != SECRET_BYTES:
+    if not isinstance(value, bytes) or len(value) != SECRET_BYTES or not any(value):
         raise InvalidRequest(
             f"request_id={value!r} is no request id",
             field="request_id",
             value=value,
-            limit="16 bytes",
+            limit="16 bytes, not all zero",
             remedy="leave it out, or pass secrets.token_bytes(16)",
         )
     return value

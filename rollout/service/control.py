@@ -42,13 +42,14 @@ from rollout.wire.messages import (
 
 @dataclass(slots=True)
 class OpenUpdate:
-    """The one update under way. `restore` tells that it brings back the version itself."""
+    """The one update under way. `restore` tells that it brings back the version itself, `partial` that it leaves tensors as they are."""
 
     update_id: str
     version: int
     holder: Session
     since: float
     restore: bool = False
+    partial: bool = False
     committing: bool = False
 
 
@@ -119,9 +120,19 @@ class ControlDesk:
             )
         if not self._admission.ready:
             raise HostFailed("no engine host is ready", remedy="wait until info().health is 'ready' or 'needs_weights'")
+        if body.partial and self.needs_weights is not None:
+            raise WeightUpdateError(
+                "a partial update is refused",
+                field="partial",
+                value=True,
+                limit=f"the engine restarted from its folder and lacks the rest of version {self.needs_weights}",
+                remedy="push all tensors",
+            )
         restore = body.restore is not None
         version = self._restored(body.restore) if body.restore is not None else self._next_version()
-        update = OpenUpdate(update_id=secrets.token_hex(8), version=version, holder=session, since=time.monotonic(), restore=restore)
+        update = OpenUpdate(
+            update_id=secrets.token_hex(8), version=version, holder=session, since=time.monotonic(), restore=restore, partial=body.partial
+        )
         self._update = update
         fields = {"update_id": update.update_id, "version": version, "manifest": body.model_dump()["manifest"], "partial": body.partial}
         ticket = {"update_id": update.update_id, "version": version}
@@ -190,7 +201,7 @@ class ControlDesk:
         def published(result: Message) -> Mapping[str, object] | None:
             assert isinstance(result, WeightsReport)
             self._close(update)
-            self._digests = fields["digests"]
+            self._digests = self._digests_after(update, fields["digests"])
             self.committed = True
             self.needs_weights = None
             self._on_published(result.version)
@@ -211,6 +222,12 @@ class ControlDesk:
         self._calls.pass_on(
             session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_COMMIT, fields, packet.arrays, on_result=published, on_error=refused
         )
+
+    def _digests_after(self, update: OpenUpdate, brought: dict[str, int] | None) -> dict[str, int] | None:
+        """Return the digests of all live tensors after a commit, or None if some are not known."""
+        if not update.partial or brought is None:
+            return None if update.partial else brought
+        return None if self._digests is None else {**self._digests, **brought}
 
     def abort(self, session: Session, packet: Packet) -> bool:
         """Drop an update; idempotent. Returns True if the host answers the call, False if there is nothing to drop."""

@@ -185,6 +185,9 @@ class EngineHost:
             self._drain()
             if self._can_step():
                 self._outbox.add(self._engine.step())
+            elif self._paused and not self._outbox.full:
+                # Cancels and deadlines end during a pause too, and what was launched before it is told.
+                self._outbox.add(self._engine.collect())
             staged = self._intake.advance()
             if staged is not None:
                 self._answer_staged(staged)

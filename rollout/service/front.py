@@ -53,6 +53,7 @@ from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
 from rollout.service.supervisor import OnEvent, Supervisor
+from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
 from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score
@@ -64,7 +65,6 @@ GENERATIONS = (Op.GENERATE, Op.GENERATE_GROUP)
 MAX_MESSAGES_PER_TURN = 1024
 RETRY_S = 0.01
 HOST_GRACE_S = 5.0
-# A turn of the loop that took this much longer than planned means that the process itself stood still.
 SUSPENSION_S = 1.0
 
 
@@ -194,18 +194,17 @@ class Front:
 
     def _loop(self) -> None:
         timeout_s: float | None = 0.0
-        before = time.monotonic()
+        clock = StandstillClock(min(SUSPENSION_S, self._config.lease_s / 4))
         while not self._stopping:
             ready = self._poller.wait(timeout_s)
             now = time.monotonic()
-            if timeout_s is not None and now - before - timeout_s > SUSPENSION_S:
-                self._sessions.extend_all(now - before - timeout_s)
-            before = now
+            self._sessions.extend_all(clock.stood_still(now, timeout_s))
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
             self._drain_clients(now)
             self._supervisor.drain()
+            self._sessions.extend_all(clock.stood_still(time.monotonic(), 0.0))
             timeout_s = self._tick()
 
     def _tick(self) -> float | None:

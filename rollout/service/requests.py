@@ -7,9 +7,9 @@ The front calls it with decoded messages of clients and of the engine host; it d
     deadline, cancel, ended lease -> KILL to the host; the host's STEP brings the ending
     host death      -> every submitted record ends as failed; held ones wait for the next host
 
-While the engine is paused it cannot bring endings, so the front ends cancelled and expired requests itself and the
-ledger drops what the engine says about them later. A stop string is found here: the record takes no token after the one that
-completes it, the engine is told, and the terminal event waits for the engine's word on the KV.
+A paused engine host still brings endings: it launches nothing, but tells what is over. A stop string is found here: the
+record takes no token after the one that completes it, the engine is told, and the terminal event waits for the engine's
+word on the KV.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RequestDesk:
             self._answer_cancel(session, call_id, False, state)
         elif record.terminal is not None:
             self._answer_cancel(session, call_id, False, record.terminal.kind)
-        elif record.killing and not self._stands_still(record):
+        elif record.killing:
             self._answer_cancel(session, call_id, False, "ending")
         elif self._end_here(record, "cancelled", None):
             self._answer_cancel(session, call_id, not record.stopped, "stop" if record.stopped else "waiting")
@@ -229,16 +229,10 @@ class RequestDesk:
     def _answer_cancel(self, session: Session, call_id: bytes, cancelled: bool, state: str) -> None:
         self._reply(session, Channel.DATA, Op.CANCEL_RESULT, call_id, {"cancelled": cancelled, "state": state})
 
-    def _stands_still(self, record: Record) -> bool:
-        """Tell whether a record has met its end while the engine, which would tell the rest of it, is paused."""
-        return record.stopped and self._admission.paused
-
     def _end_here(self, record: Record, kind: str, detail: str | None) -> bool:
-        """End a request that the engine does not have, or that a paused engine cannot end."""
-        if record.submitted and not self._admission.paused:
+        """End a request that the engine does not have."""
+        if record.submitted:
             return False
-        if record.submitted and not record.killing:
-            self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": kind, "detail": detail})
         self._submissions.take_back(record)
         self._end(record, kind, detail=detail)
         return True
@@ -274,7 +268,7 @@ class RequestDesk:
             self._streams.ended(record)
 
     def _kill(self, record: Record, kind: str, detail: str) -> None:
-        if record.killing and not self._stands_still(record):
+        if record.killing:
             return
         if not self._end_here(record, kind, detail):
             record.killing = True

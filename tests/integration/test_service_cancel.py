@@ -10,13 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+import rollout
 from rollout.wire.messages import Op
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
+from tests.fixtures_models import write_checkpoint
 
 LONG = 20_000
 
@@ -217,3 +221,31 @@ def test_paused_requests_stand_still_and_can_still_be_cancelled_or_expire(client
             assert waiting.result(5).ids.tolist() == fake_ids(7, 3).tolist()
     finally:
         client.resume()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 3])
+def test_a_cancel_and_a_deadline_just_before_a_pause_end_during_it(tmp_path: Path, run_ahead: int) -> None:
+    """The host is held still while cancel and pause are sent, so that it reads both before its next step."""
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    service = rollout.local(str(folder), threads=1, run_ahead=run_ahead)
+    with service as client, ThreadPoolExecutor(4) as pool:
+        assert service.pid is not None
+        [host] = psutil.Process(service.pid).children()
+        name = b"r" * 16
+        running = pool.submit(client.generate, [5, 6, 7], max_new_tokens=400, ignore_eos=True, request_id=name)
+        expiring = pool.submit(client.generate, [5, 6, 8], max_new_tokens=400, ignore_eos=True, deadline_s=3.0)
+        wait_until(lambda: client.stats()["tokens"] > 5)
+        host.suspend()
+        cancelling = pool.submit(client.cancel, name)
+        time.sleep(0.1)
+        pausing = pool.submit(client.pause)
+        time.sleep(0.1)
+        host.resume()
+        try:
+            pausing.result(5)
+            assert cancelling.result(5).cancelled
+            cancelled = running.result(5)
+            assert cancelled.finish_reason.kind == "cancelled" and 0 < cancelled.ids.size < 400
+            assert expiring.result(10).finish_reason.kind in ("expired", "length")
+        finally:
+            client.resume()

@@ -214,6 +214,8 @@ def test_after_a_host_death_trained_weights_are_asked_for_and_can_be_restored(tm
         wait_until(lambda: client.stats()["engine"] is not None)
         with pytest.raises(WeightUpdateError, match=f"needed weights: version {version}"):
             client.weights_begin(None, restore=version + 5)
+        with pytest.raises(WeightUpdateError, match="push all tensors"):
+            client.weights_begin(None, partial=True)
         ticket = client.weights_begin(None, restore=version)
         stage(client, ticket.update_id, written(client, tensors_of(1.5)))
         with pytest.raises(WeightsChanged, match="leave restore out"):
