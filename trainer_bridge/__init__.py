@@ -20,6 +20,7 @@ _HOME = {
     "token_logprobs": "trainer_bridge.loss",
     "samples_of": "trainer_bridge.episodes",
     "BridgeError": "trainer_bridge.errors",
+    "GroupShortfall": "trainer_bridge.errors",
     "InvalidBatch": "trainer_bridge.errors",
     "InvalidOption": "trainer_bridge.errors",
     "InvalidSample": "trainer_bridge.errors",

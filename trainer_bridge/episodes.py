@@ -29,6 +29,8 @@ class FailureLike(Protocol):
     def kind(self) -> str: ...
     @property
     def phase(self) -> str: ...
+    @property
+    def text(self) -> str: ...
 
 
 class ResultLike(Protocol):
@@ -44,12 +46,20 @@ class ResultLike(Protocol):
     def rows(self) -> Sequence[RowLike]: ...
 
 
+def _cause(result: ResultLike) -> tuple[str, str]:
+    """Return who failed in which phase, for counting, and what was said."""
+    if result.failure is None:
+        return "not_scored", f"the episode ended as {result.status} without a reward"
+    return f"{result.failure.kind}_{result.failure.phase}", result.failure.text
+
+
 def samples_of(
     result: ResultLike, *, group_id: Hashable = 0, member: int = 0, info: Mapping[str, Any] | None = None
 ) -> list[TrainingSample]:
     """Return one sample for each row of an episode, all with its reward; a failed one without rows gives one empty sample.
 
-    A failed sample's `info["cause"]` names who failed in which phase. Episodes that a limit ended are truncated, not failed.
+    A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how. Episodes that a limit
+    ended are truncated, not failed.
     Raises: InvalidSample.
     """
     status = _STATUS.get(str(result.status))
@@ -66,6 +76,6 @@ def samples_of(
     reward = None if status is SampleStatus.FAILED else result.reward
     facts = dict(info or {})
     if status is SampleStatus.FAILED:
-        facts["cause"] = f"{result.failure.kind}_{result.failure.phase}" if result.failure else "not_scored"
+        facts["cause"], facts["error"] = _cause(result)
     rows = [TrainingSample.from_row(row, reward=reward, group_id=group_id, member=member, status=status, info=facts) for row in result.rows]
     return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]

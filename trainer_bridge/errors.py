@@ -9,6 +9,7 @@ Every error says what failed with the offending value, the limit or cause, and t
     ├── InvalidOption (ValueError)        option_invalid       an option of a source or a push
     ├── InvalidState (ValueError)         state_invalid        a state_dict that does not fit the source
     ├── RolloutShortfall (RuntimeError)   rollout_shortfall    fewer groups than asked for can be had
+    │   └── GroupShortfall                group_shortfall      a group with too few trainable members
     ├── SourceClosed (RuntimeError)       source_closed
     ├── VersionBehind (RuntimeError)      version_behind       tokens are newer than the trainer's own version
     └── PushError (RuntimeError)          push_failed
@@ -72,6 +73,16 @@ class RolloutShortfall(BridgeError, RuntimeError):
     def __init__(self, what: str, *, failures: Mapping[str, int], limit: str | None = None, remedy: str | None = None):
         self.failures = dict(failures)
         super().__init__(what, field="n_groups", limit=limit, remedy=remedy)
+
+
+class GroupShortfall(RolloutShortfall):
+    """Too few members of a group can be trained on. `cause` is their most frequent cause, `failures` counts them all."""
+
+    code = "group_shortfall"
+
+    def __init__(self, what: str, *, cause: str, failures: Mapping[str, int], limit: str | None = None, remedy: str | None = None):
+        self.cause = cause
+        super().__init__(what, failures=failures, limit=limit, remedy=remedy)
 
 
 class SourceClosed(BridgeError, RuntimeError):

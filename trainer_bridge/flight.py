@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from trainer_bridge.errors import InvalidOption, InvalidSample, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
+from trainer_bridge.errors import GroupShortfall, InvalidOption, InvalidSample, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
 from trainer_bridge.groups import GroupTask, P, RolloutGroup, derive_seed
 from trainer_bridge.prompts import PromptQueue
 from trainer_bridge.samples import TrainingSample, oldest_version
@@ -67,7 +67,11 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceStats:
-    """Counters since the source was made (`in_flight`, `ready` and `waiting` are of now)."""
+    """Counters since the source was made (`in_flight`, `ready` and `waiting` are of now).
+
+    `failures` counts failed groups and `failed_members` members without a trainable sample, both by cause: the code or type of
+    what was raised, or whose failure it was in which phase, as in `environment_step`. `last_errors` has the last text of each.
+    """
 
     delivered: int
     dropped_stale: int
@@ -76,6 +80,7 @@ class SourceStats:
     waiting: int
     failures: dict[str, int]
     failed_members: dict[str, int]
+    last_errors: dict[str, str]
 
 
 def _root(error: BaseException) -> BaseException:
@@ -86,6 +91,8 @@ def _root(error: BaseException) -> BaseException:
 
 def _cause(error: BaseException) -> str:
     root = _root(error)
+    if isinstance(root, GroupShortfall):
+        return root.cause
     return str(getattr(root, "code", None) or type(root).__name__)
 
 
@@ -109,6 +116,7 @@ class GroupFlight(Generic[P]):
         self._tries: Counter[int] = Counter()
         self._failures: Counter[str] = Counter()
         self._failed_members: Counter[str] = Counter()
+        self._last_errors: dict[str, str] = {}
         self._given_up: tuple[str, BaseException] | None = None
         self._delivered = self._dropped_stale = self._waiting_for = 0
         self._closed = False
@@ -146,7 +154,7 @@ class GroupFlight(Generic[P]):
             if self._given_up is not None:
                 (limit, error), self._given_up = self._given_up, None
                 self._tries.clear()
-                raise self.shortfall(n_groups, f"{limit}: {_root(error)!r}", "see __cause__; call next again to go on") from error
+                raise self.shortfall(n_groups, limit, "mend that (__cause__ has more); call next again to go on") from error
             self._fill()
             if not self._in_flight:
                 raise self.shortfall(
@@ -225,7 +233,7 @@ class GroupFlight(Generic[P]):
                 try:
                     drawn = self._prompts.draw()
                 except Exception as error:  # The user's iterator broke; the next take tells.
-                    self._given_up = ("the prompts raised", error)
+                    self._given_up = (f"the prompts raised {error!r}", error)
                     return
                 if drawn is None:
                     return
@@ -261,22 +269,34 @@ class GroupFlight(Generic[P]):
         causes = {sample.member: str(sample.info.get("cause", sample.status)) for sample in samples if not sample.is_trainable}
         failed = Counter(causes.values())
         self._failed_members.update(failed)
+        said = (sample for sample in samples if not sample.is_trainable and "error" in sample.info)
+        self._last_errors.update((causes[sample.member], str(sample.info["error"])) for sample in said)
         valid = len({sample.member for sample in samples if sample.is_trainable})
         if valid < self._options.min_valid_members:
-            raise RolloutShortfall(
-                f"group {task.index} has {valid} trainable members",
+            cause, times = failed.most_common(1)[0] if failed else ("no_samples", self._options.group_size)
+            raise GroupShortfall(
+                f"{times} of the {self._options.group_size} members of group {task.index} failed with {self._told(cause)}",
+                cause=cause,
                 failures=failed,
-                limit=f"min_valid_members={self._options.min_valid_members}",
-                remedy="look at why members fail",
+                limit=f"{valid} can be trained on and min_valid_members={self._options.min_valid_members}",
+                remedy="mend what fails there, or lower min_valid_members",
             )
+
+    def _told(self, cause: str) -> str:
+        """Return a cause with what was last said of it."""
+        return f"{cause} ({self._last_errors[cause]})" if cause in self._last_errors else cause
 
     def _fail(self, task: GroupTask[P], error: BaseException) -> None:
         del self._in_flight[task.index]
-        self._failures[_cause(error)] += 1
+        cause, root = _cause(error), _root(error)
+        self._failures[cause] += 1
+        if not isinstance(root, GroupShortfall):
+            self._last_errors[cause] = repr(root)
         self._tries[task.index] += 1
         self._again.append(self._retry_of(task))
         if self._tries[task.index] >= self._options.max_attempts:
-            self._given_up = (f"a prompt failed {self._options.max_attempts} times, last with", error)
+            said = root.what if isinstance(root, GroupShortfall) else repr(root)
+            self._given_up = (f"a prompt failed {self._options.max_attempts} times, last with: {said}", error)
 
     async def put_back(self, groups: list[RolloutGroup[P]]) -> None:
         """Take groups back that their taker gave up."""
@@ -290,7 +310,10 @@ class GroupFlight(Generic[P]):
         self._changed.set()
 
     def shortfall(self, n_groups: int, limit: str, remedy: str) -> RolloutShortfall:
-        """Return the error for a take that cannot be had."""
+        """Return the error for a take that cannot be had; it names the most frequent failure so far unless `limit` does."""
+        cause, times = next(iter(self._failures.most_common(1)), ("", 0))
+        if times and (told := self._told(cause)) not in limit:
+            limit += f"; most frequent of {self._failures.total()} failures so far: {told}, {times} times"
         return RolloutShortfall(f"{n_groups} groups were asked for and cannot be had", failures=self._failures, limit=limit, remedy=remedy)
 
     async def stats(self) -> SourceStats:
@@ -303,6 +326,7 @@ class GroupFlight(Generic[P]):
             waiting=len(self._again),
             failures=dict(self._failures),
             failed_members=dict(self._failed_members),
+            last_errors=dict(self._last_errors),
         )
 
     async def save(self) -> dict[str, Any]:

@@ -22,9 +22,9 @@ PUBLIC = {
         ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
     """,
     "trainer_bridge": """
-        Batch BridgeError GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap PolicyLoss PushError
-        PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed SourceStats TrainingSample TurnSpan
-        UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate each_member group_advantages logprob_gap
+        Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap PolicyLoss
+        PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed SourceStats TrainingSample
+        TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate each_member group_advantages logprob_gap
         policy_loss sample_advantages samples_of token_logprobs
     """,
 }

@@ -34,11 +34,11 @@ def test_every_row_of_a_forked_episode_carries_its_reward() -> None:
 
 @pytest.mark.parametrize("num_rows", [0, 2])
 def test_a_failed_episode_keeps_its_rows_and_its_cause_and_has_no_reward(num_rows: int) -> None:
-    failure = SimpleNamespace(kind="environment", phase="step")
+    failure = SimpleNamespace(kind="environment", phase="step", text="InvalidEnvironment: no Step")
     samples = samples_of(make_result("failed", None, num_rows=num_rows, failure=failure), member=1)
     assert len(samples) == max(1, num_rows)
     assert all(sample.status is SampleStatus.FAILED and sample.reward is None for sample in samples)
-    assert {sample.info["cause"] for sample in samples} == {"environment_step"}
+    assert {(sample.info["cause"], sample.info["error"]) for sample in samples} == {("environment_step", "InvalidEnvironment: no Step")}
     batch = collate([*samples, make_sample(member=0)])
     assert batch.num_left_out == len(samples) and batch.ids_ST.shape[0] == 1
 

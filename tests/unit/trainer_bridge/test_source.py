@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer_bridge.fakes import failed_sample, make_sample
-from trainer_bridge.errors import InvalidOption, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
+from trainer_bridge.errors import GroupShortfall, InvalidOption, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
 from trainer_bridge.groups import GroupTask, derive_seed, each_member
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.source import RolloutSource
@@ -239,7 +239,35 @@ def test_a_group_with_too_few_trainable_members_is_a_failure(play: Play) -> None
         (group,) = source.next(1)
         stats = source.stats()
     assert group.attempt == 1 and sum(sample.is_trainable for sample in group.samples) == 2
-    assert stats.failures == {"rollout_shortfall": 1} and stats.failed_members == {"environment_error": 3}
+    assert stats.failures == {"environment_error": 1} and stats.failed_members == {"environment_error": 3}
+
+
+def test_a_shortfall_says_what_the_members_said_and_counts_by_their_cause() -> None:
+    async def broken(task: GroupTask[int]) -> list[TrainingSample]:
+        step = {"cause": "environment_step", "error": "step returned 7; a Step is needed"}
+        act = {"cause": "infrastructure_act", "error": "the service is gone"}
+        return [failed_sample(member=member, group_id=task.index, info=act if member == 0 else step) for member in range(3)]
+
+    with make_source(range(1), broken, group_size=3, max_attempts=2, max_ahead=1) as source:
+        with pytest.raises(RolloutShortfall) as caught:
+            source.next(1)
+        stats = source.stats()
+    text = str(caught.value)
+    assert text.count("step returned 7; a Step is needed") == 1
+    assert "failed 2 times, last with: 2 of the 3 members of group 0 failed with environment_step (step" in text
+    assert caught.value.failures == stats.failures == {"environment_step": 2}
+    assert stats.failed_members == {"environment_step": 4, "infrastructure_act": 2}
+    assert stats.last_errors == {"environment_step": "step returned 7; a Step is needed", "infrastructure_act": "the service is gone"}
+    cause = caught.value.__cause__
+    assert isinstance(cause, GroupShortfall) and cause.failures == {"environment_step": 2, "infrastructure_act": 1}
+    assert "lower min_valid_members" in str(cause)
+
+
+def test_a_next_that_times_out_names_the_most_frequent_failure(play: Play) -> None:
+    play.failing = {0: ConnectionError("the service is gone")}
+    with make_source(range(1), play, max_attempts=1_000_000, poll_s=0.01) as source:
+        with pytest.raises(RolloutShortfall, match=r"timeout_s=0.1 is over; most frequent of \d+ failures.*the service is gone"):
+            source.next(1, timeout_s=0.1)
 
 
 def test_the_state_goes_on_without_losing_or_repeating_a_prompt(play: Play) -> None:
