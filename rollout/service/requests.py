@@ -215,7 +215,7 @@ class RequestDesk:
         elif record.killing:
             self._answer_cancel(session, call_id, False, "ending")
         elif self._end_here(record, "cancelled", None):
-            self._answer_cancel(session, call_id, not record.stopped, "stop" if record.stopped else "waiting")
+            self._answer_cancel(session, call_id, True, "waiting")
         else:
             record.killing = True
             fields = {"engine_id": record.engine_id, "kind": "cancelled", "detail": None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,19 +176,11 @@ def test_the_hook_keeps_the_service_at_the_optimizers_weights(client: rollout.Cl
 
 def test_the_loop_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
     readme = (REPOSITORY / "trainer_bridge" / "README.md").read_text(encoding="utf-8")
-    (loop,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    environment_code, loop = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     lines = [line for line in loop.splitlines() if line.strip()]
     assert len(lines) <= 22
-    short = loop.replace("range(50)", "range(2)").replace(".next(16)", ".next(2)").replace("group_size=8", "group_size=4")
-    preamble = textwrap.dedent("""
-        import torch
-        torch.set_num_threads(1)
-        from examples.agentic.tictactoe.env import TicTacToe as Environment
-        from examples.agentic.tiny_model import MODEL_DIR
-        MODEL = str(MODEL_DIR)
-    """)
     script = tmp_path / "loop.py"
-    script.write_text(preamble + short)
+    script.write_text(environment_code + loop.replace("range(50)", "range(2)"))
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
         cwd=REPOSITORY,
@@ -200,7 +191,10 @@ def test_the_loop_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     printed = result.stdout.splitlines()
-    assert len(printed) == 2 and "version=2" in printed[1]
+    assert len(printed) == 2
+    for step, line in enumerate(printed):
+        version = rf"step {step}: reward 0\.\d\d, version {step + 1}, pause \d+\.\d ms, canary gap \d\.\de-\d\d"
+        assert re.fullmatch(version + r", gap \d\.\de-0[5-9] over \d+ tokens", line), line
 
 
 def environment() -> dict[str, str]:
