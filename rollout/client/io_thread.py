@@ -100,6 +100,10 @@ class IoThread:
                 if record.group_id is not None and not record.done:
                     self._groups.setdefault(record.group_id, set()).add(record)
             self._start(records[0], self._data)
+            if records[0].error is not None:
+                # What keeps the message from going keeps it from going for all.
+                for record in records:
+                    self._end(record, records[0].error)
 
         self.post(start)
 

@@ -18,6 +18,10 @@ def test_a_message_beyond_the_services_limit_is_refused_by_the_client_and_its_st
         with pytest.raises(InvalidRequest, match="larger max_message_bytes") as refusal:
             client.generate(np.full(300_000, 5, np.int32), max_new_tokens=3)
         assert refusal.value.field == "max_message_bytes"
+        members = client.stream_group(np.full(300_000, 5, np.int32), 3, max_new_tokens=3)
+        for member in members:
+            with pytest.raises(InvalidRequest, match="larger max_message_bytes"):
+                next(member)
         assert client.generate([1], max_new_tokens=5).ids.size == 5
         deltas = list(stream)
         assert deltas[-1].finished is not None and deltas[-1].finished.ids.size == 400
