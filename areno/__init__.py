@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'areno' has no attribute {name!r}; known: {', '.join(__all__)}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -21,6 +21,7 @@ _HOME = {
     "EngineFacts": "rollout.client.results",
     "FinishReason": "rollout.client.results",
     "Generation": "rollout.client.results",
+    "GenerationOptions": "rollout.client.parameters",
     "LocalService": "rollout.client.local",
     "PromptScore": "rollout.client.results",
     "RequestFailed": "rollout.errors",
@@ -44,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'rollout' has no attribute {name!r}; known: {', '.join(__all__)}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

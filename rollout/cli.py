@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.client.blocking import connect
-from rollout.config import ServiceConfig
+from rollout.config import ServiceConfig, default_threads
 from rollout.environment_report import environment_report
 from rollout.errors import RolloutError, error_fields
+from rollout.service.engine_host import option_default
 
 app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -34,6 +35,7 @@ Paste this into a script or a notebook:
     print(client.generate([1, 2, 3], max_new_tokens=16).ids)
 
 Stop it with Ctrl-C."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line at the end.")]
 Address = Annotated[str | None, typer.Option(help="Address of the service; without it, the one that the state folder announces.")]
@@ -56,23 +58,42 @@ def _refuse(error: RolloutError, as_json: bool) -> typer.Exit:
 def serve(
     model: Annotated[str, typer.Option(help="Folder of the model (Hugging Face layout).")],
     address: Annotated[
-        str | None, typer.Option(help="ipc:///path or tcp://127.0.0.1:port; default: a local socket in the state folder.")
+        str | None, typer.Option(help="ipc:///path or tcp://127.0.0.1:port.", show_default="a local socket in the state folder")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: float32 on the CPU.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the engine runs.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Requests that decode at the same time.")] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.")] = None,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the KV pool.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
-    max_prefill_tokens: Annotated[int | None, typer.Option(help="Prefill tokens in one step.")] = None,
-    run_ahead: Annotated[int | None, typer.Option(help="Launches in flight beyond the one being read, 0 to 3.")] = None,
-    decode_tables: Annotated[str | None, typer.Option(help="resident or rebuilt.")] = None,
-    sampling_slots: Annotated[int | None, typer.Option(help="Rows that may use penalties, biases or forced ids at the same time.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on the CPU")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the engine runs.", show_default=option_default("device"))] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(help="Requests that decode at the same time.", show_default=option_default("max_rows"))
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.", show_default="16 on the CPU")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the KV pool.", show_default="what every row could fill, at most 1 GiB or one whole context")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus output in tokens.", show_default="the model's, at most 32768")
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prefill tokens in one step.", show_default=option_default("max_prefill_tokens"))
+    ] = None,
+    run_ahead: Annotated[
+        int | None, typer.Option(help="Launches in flight beyond the one being read, 0 to 3.", show_default=option_default("run_ahead"))
+    ] = None,
+    decode_tables: Annotated[str | None, typer.Option(help="resident or rebuilt.", show_default=option_default("decode_tables"))] = None,
+    sampling_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows that may use penalties, biases or forced ids at the same time.", show_default=option_default("sampling_slots")
+        ),
+    ] = None,
     kept_ids: Annotated[bool | None, typer.Option("--kept-ids", help="Let requests ask for the ids that their filters kept.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
-    weights_dir: Annotated[str | None, typer.Option(help="Folder below which weight files are taken.")] = None,
-    state_dir: Annotated[str | None, typer.Option(help="State folder; default: ARENO_STATE_DIR or the user's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.", show_default="drawn")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of the engine.", show_default=f"half of the usable cores: {default_threads()} here")
+    ] = None,
+    weights_dir: Annotated[
+        str | None, typer.Option(help="Folder below which weight files are taken.", show_default="weights in the state folder")
+    ] = None,
+    state_dir: Annotated[str | None, typer.Option(help="State folder.", show_default="ARENO_STATE_DIR, else the user's")] = None,
     lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
     max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow TCP without encryption on loopback.")] = False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,10 +38,16 @@ ENGINE_OPTIONS = (
 )
 
 
+def default_threads() -> int:
+    """Return the engine's CPU threads when none are asked for: half of the usable cores, the rest is for trainer and agent loop.
+
+    Two processes that both take every core slow each other down many times over, because each waits for its sleeping threads.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def _refuse(name: str, value: object, limit: str) -> InvalidConfig:
-    return InvalidConfig(
-        f"{name}={value!r} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change --{name.replace('_', '-')}"
-    )
+    return InvalidConfig(f"{name}={value!r} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change {name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +56,8 @@ class ServiceConfig:
 
     Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
     least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
-    `max_record_bytes` bounds the results of all live requests together.
+    `max_record_bytes` bounds the results of all live requests together. `threads` are the engine's CPU threads; None means
+    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it.
     Raises: InvalidConfig naming field, value, limit and remedy.
     """
 
@@ -114,11 +122,12 @@ class ServiceConfig:
         return StateFolder(Path(self.state_dir).absolute() if self.state_dir else default_state_dir())
 
     def resolved(self) -> ServiceConfig:
-        """Return the config with address, state folder and weights folder filled in."""
+        """Return the config with address, threads, state folder and weights folder filled in."""
         state = self.state
         return dataclasses.replace(
             self,
             model=str(Path(self.model).absolute()),
+            threads=self.threads or default_threads(),
             state_dir=str(state.root),
             address=self.address or state.default_address(),
             weights_dir=str(Path(self.weights_dir).absolute() if self.weights_dir else state.root / "weights"),

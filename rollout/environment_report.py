@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.config import default_threads
 from rollout.state import STATE_VARIABLE, StateFolder, default_state_dir
 from rollout.wire.transport import Context, Poller, Sent
 
@@ -70,8 +71,9 @@ def _threads() -> Finding:
     usable = len(os.sched_getaffinity(0))
     torch = importlib.import_module("torch")
     threads = torch.get_num_threads()
-    remedy = None if threads <= usable else f"set OMP_NUM_THREADS={usable}, or serve with --threads {usable}"
-    return Finding(name="cpu threads", ok=threads <= usable, value=f"torch uses {threads}, {usable} CPUs are usable", remedy=remedy)
+    value = f"torch uses {threads} here, {usable} CPUs are usable; a service takes {default_threads()} unless --threads says otherwise"
+    remedy = None if threads <= usable else f"set OMP_NUM_THREADS={usable} for a trainer, less beside a service"
+    return Finding(name="cpu threads", ok=threads <= usable, value=value, remedy=remedy)
 
 
 def _cuda() -> Finding:

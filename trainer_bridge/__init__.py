@@ -54,3 +54,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'trainer_bridge' has no attribute {name!r}; known: {', '.join(__all__)}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

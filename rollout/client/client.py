@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from rollout.client import operations
 from rollout.client.connection import Connection, answer, wait_async
 from rollout.client.operations import Operation
-from rollout.client.parameters import GenerationOptions, GroupOptions, Ids, Prepared, prepare, prepare_group
+from rollout.client.parameters import (
+    GROUP_OPTIONS,
+    OPTIONS,
+    GenerationOptions,
+    GroupOptions,
+    Ids,
+    Prepared,
+    prepare,
+    prepare_group,
+    shows_options,
+)
 from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import RolloutError
@@ -102,6 +112,7 @@ class AsyncClient:
         await wait_async(call)
         return operation.read(answer(call))
 
+    @shows_options(OPTIONS)
     async def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
         """Sample from the model; options as in `GenerationOptions`.
 
@@ -133,10 +144,12 @@ class AsyncClient:
         for request_id in request_ids:
             self._connection.cancel(request_id)
 
+    @shows_options(OPTIONS)
     def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Sample from the model and return the stream of deltas; the last one carries the generation."""
         return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options))[0])
 
+    @shows_options(GROUP_OPTIONS)
     async def generate_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Generation]:
         """Sample `n` continuations of one prompt, which is computed once; options as in `GroupOptions`.
 
@@ -146,6 +159,7 @@ class AsyncClient:
         """
         return await self._all_of(prepare_group(prompt_ids, n, options))
 
+    @shows_options(GROUP_OPTIONS)
     def stream_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[AsyncStream]:
         """Sample as `generate_group` does and return each member's stream; closing one cancels that member alone."""
         records = self._connection.submit(prepare_group(prompt_ids, n, options))

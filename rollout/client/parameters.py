@@ -7,15 +7,16 @@ all clients get the same answers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from rollout.errors import InvalidRequest
 from rollout.wire.codec import Arrays
-from rollout.wire.messages import MAX_MEMBERS, Op
+from rollout.wire.messages import MAX_MEMBERS, Generate, Op
 from rollout.wire.security import SECRET_BYTES, new_token
 
 Ids = Sequence[int] | np.ndarray
@@ -75,6 +76,34 @@ class GroupOptions(SamplingOptions, total=False):
 
 OPTIONS = tuple(GenerationOptions.__annotations__)
 GROUP_OPTIONS = tuple(GroupOptions.__annotations__)
+# What a message leaves out or carries as arrays; every other default is the message's own.
+UNSENT_DEFAULTS: Mapping[str, object] = {
+    "stop": (),
+    "stop_ids": (),
+    "forced_ids": None,
+    "logit_bias": None,
+    "request_id": None,
+    "request_ids": None,
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option_defaults(options: Sequence[str]) -> dict[str, object]:
+    """Return what applies to each option that a caller leaves out; None for a seed or an id means that it is drawn."""
+    return {name: UNSENT_DEFAULTS[name] if name in UNSENT_DEFAULTS else Generate.model_fields[name].default for name in options}
+
+
+def shows_options(options: Sequence[str]) -> Callable[[F], F]:
+    """Let a method that takes `**options` show them with their defaults, in `help` and in tab completion."""
+
+    def decorate(method: F) -> F:
+        given = inspect.signature(method)
+        named = [one for one in given.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in option_defaults(options).items()]
+        method.__signature__ = given.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ from rollout.wire.messages import (
 from rollout.wire.transport import Context, Peer, Poller
 
 if TYPE_CHECKING:
+    from areno.config import EngineConfig
     from areno.request import Request
 
 log = logging.getLogger("rollout.engine_host")
@@ -78,15 +79,28 @@ class HostConfig:
     service_files: list[str]
 
 
-def load_engine(**options: Any) -> Any:
-    """Return the engine of these options; the default factory."""
-    from areno import Engine, EngineConfig
+def checked_options(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the engine's config of these options; loads no torch. Raises: the engine's InvalidConfig, InvalidConfig."""
+    from areno.config import EngineConfig
 
     try:
-        config = EngineConfig(**options)
+        return EngineConfig(**options)
     except TypeError as error:
         raise InvalidConfig(f"engine options {sorted(options)} are not the engine's: {error}", field="engine_options") from None
-    return Engine(config)
+
+
+def option_default(name: str) -> str:
+    """Return what the engine uses for an option that is left out, as text."""
+    from areno.config import EngineConfig
+
+    return str(EngineConfig.__dataclass_fields__[name].default)
+
+
+def load_engine(**options: Any) -> Any:
+    """Return the engine of these options; the default factory."""
+    from areno import Engine
+
+    return Engine(checked_options(options))
 
 
 def _factory(name: str) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ PUBLIC = {
         WeightUpdateError
     """,
     "rollout": """
-        AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation LocalService PromptScore
-        RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
+        AsyncClient AsyncStream CanarySpec CancelResult Client Delta EngineFacts FinishReason Generation GenerationOptions LocalService
+        PromptScore RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
     """,
     "rollout.agent": """
         AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError
@@ -22,8 +22,8 @@ PUBLIC = {
         ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
     """,
     "trainer_bridge": """
-        Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap PolicyLoss
-        PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed SourceStats TrainingSample
+        Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap
+        PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed SourceStats TrainingSample
         TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate each_member group_advantages logprob_gap
         policy_loss sample_advantages samples_of token_logprobs
     """,
@@ -44,6 +44,11 @@ def test_every_public_name_resolves(package: str) -> None:
     module = importlib.import_module(package)
     for name in names(package):
         assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize("package", sorted(PUBLIC))
+def test_completion_lists_the_public_names_before_any_is_used(package: str) -> None:
+    assert set(names(package)) <= set(dir(importlib.import_module(package)))
 
 
 @pytest.mark.parametrize("package", sorted(PUBLIC))

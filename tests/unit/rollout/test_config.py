@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -43,7 +44,13 @@ def test_an_option_outside_its_domain_is_refused_with_name_limit_and_remedy(name
         ServiceConfig(**{"model": "m", name: value})
     assert refused.value.field == name
     assert "allowed" in str(refused.value.limit)
-    assert f"--{name.replace('_', '-')}" in str(refused.value.remedy)
+    assert refused.value.remedy == f"change {name}"
+
+
+def test_an_engine_without_threads_of_its_own_leaves_half_of_the_cores_to_a_trainer() -> None:
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ServiceConfig(model="m").resolved().threads == half
+    assert ServiceConfig(model="m", threads=7).resolved().threads == 7
 
 
 def test_paths_are_filled_in_from_the_state_folder(tmp_path: Any) -> None:
