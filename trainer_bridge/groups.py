@@ -7,6 +7,7 @@ never by its place in a list.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -54,6 +55,12 @@ class RolloutGroup(Generic[P]):
     samples: tuple[TrainingSample, ...]
     staleness: int
     attempt: int
+
+    @property
+    def mean_reward(self) -> float:
+        """Return the mean reward of its trainable members, NaN without any; a member counts once however many rows it has."""
+        rewards = {sample.member: sample.reward for sample in self.samples if sample.is_trainable and sample.reward is not None}
+        return sum(rewards.values()) / len(rewards) if rewards else math.nan
 
 
 def each_member(

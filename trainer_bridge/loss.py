@@ -108,6 +108,10 @@ class LogprobGap:
     mean_other: float
     num_other: int
 
+    def __str__(self) -> str:
+        """Return the part in which a gap is a defect."""
+        return f"gap {self.max_exact:.1e} over {self.num_exact} tokens" if self.num_exact else "gap unknown: no token of this version"
+
     @classmethod
     def merged(cls, parts: Sequence[LogprobGap]) -> LogprobGap:
         """Return the gap over the tokens of all parts, for example a step's micro-batches."""

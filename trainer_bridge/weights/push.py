@@ -76,6 +76,12 @@ class PushReport:
     decode_canary_gap: float | None
     warning: str | None
 
+    def __str__(self) -> str:
+        """Return what one watches while training; `repr` has everything."""
+        gap = "none compared" if self.canary_gap is None else f"{self.canary_gap:.1e}"
+        warning = f", warning: {self.warning}" if self.warning else ""
+        return f"version {self.version}, pause {self.pause_ms:.1f} ms, canary gap {gap}{warning}"
+
 
 @dataclass(slots=True)
 class _Sent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from rollout.agent import derive_seed as agent_derive_seed
 from tests.unit.trainer_bridge.fakes import failed_sample, make_sample
 from trainer_bridge.errors import GroupShortfall, InvalidOption, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
-from trainer_bridge.groups import GroupTask, derive_seed, each_member
+from trainer_bridge.groups import GroupTask, RolloutGroup, derive_seed, each_member
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.source import RolloutSource
 
@@ -467,3 +469,24 @@ def test_prompts_that_raise_are_told_to_the_taker(play: Play) -> None:
         assert source.next(1)[0].index == 0
         with pytest.raises(RolloutShortfall, match=r"the prompts raised.*disk"):
             source.next(1)
+
+
+def test_the_mean_reward_of_a_group_counts_each_trainable_member_once() -> None:
+    samples = (
+        make_sample(member=0, reward=1.0),
+        make_sample(member=0, reward=1.0),
+        make_sample(member=1, reward=0.0),
+        failed_sample(member=2),
+    )
+    group = RolloutGroup(index=0, prompt=7, samples=samples, staleness=0, attempt=0)
+    assert group.mean_reward == 0.5
+    assert math.isnan(RolloutGroup(index=0, prompt=7, samples=samples[3:], staleness=0, attempt=0).mean_reward)
+
+
+def test_bridge_and_agent_derive_equal_seeds_of_parts() -> None:
+    for seed in (0, 1, 2**63, 2**64 - 1):
+        for index in (0, 1, 511, 2**40):
+            for attempt in (0, 1, 9):
+                assert derive_seed(seed, index, attempt) == agent_derive_seed(seed, index, attempt)
+    task = GroupTask(index=3, prompt=0, group_size=2, seed=42)
+    assert task.member_seed(1) == agent_derive_seed(42, 1)
