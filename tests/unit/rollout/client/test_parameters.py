@@ -84,7 +84,7 @@ def test_stop_strings_are_a_list_and_one_may_be_given_alone() -> None:
 
 
 def test_a_group_names_its_members_and_is_the_same_message_when_it_is_sent_again() -> None:
-    ids = [bytes([member] * 16) for member in range(3)]
+    ids = [bytes([member] * 16) for member in range(1, 4)]
     first, again = (prepare_group([1, 2], 3, {"request_ids": ids, "top_k": 4, "return_kept_ids": True}) for _ in range(2))
     assert first.op is Op.GENERATE_GROUP and first.members == tuple(ids)
     assert first.request_id == again.request_id and first.request_id not in ids
