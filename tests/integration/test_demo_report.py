@@ -7,6 +7,7 @@ import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -43,7 +44,7 @@ def make_games(outcome: Outcome = Outcome.WIN) -> list[TrainingSample]:
 
 
 def make_run(steps: int = 3) -> Run:
-    run = Run(seed=5, initial_version=0, tokenizer=build_tokenizer(), seconds=12.0)
+    run = Run(seed=5, steps=steps, tokenizer=build_tokenizer(), seconds=12.0)
     for version, wins in ((0, 4), (steps, 8)):
         outcomes = [Outcome.WIN] * wins + [Outcome.ILLEGAL] * (10 - wins)
         gap = LogprobGap(max_exact=2e-5, num_exact=40, mean_other=0.0, num_other=0)
@@ -73,6 +74,30 @@ def test_the_files_of_a_run_are_a_picture_a_page_and_the_steps(tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     assert "<h2>step 1: loss, reward +1.0, 2 turns</h2>" in page.read_text(encoding="utf-8")
     assert [row["step"] for row in json.loads(steps.read_text())["steps"]] == [1, 2, 3]
+
+
+def test_the_legend_covers_no_point_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    write_files(make_run(), tmp_path, Console(file=io.StringIO()))
+    (figure,) = kept
+    for axes in figure.axes:
+        legend = axes.get_legend().get_window_extent()
+        assert legend.y1 < axes.get_window_extent().y0 and legend.y0 >= 0 and legend.x0 >= 0 and legend.x1 <= figure.bbox.x1
+    monkeypatch.undo()
+    pyplot.close(figure)
+
+
+def test_an_interrupted_run_says_how_far_it_came_and_has_no_last_win_rate(tmp_path: Path) -> None:
+    run, output = make_run(), io.StringIO()
+    del run.held_out[1]
+    run.steps = 56
+    console = Console(file=output, width=200)
+    show(console, run, write_files(run, tmp_path, console))
+    assert "stopped after 3 of 56 steps" in output.getvalue() and "before: 40.0%" in output.getvalue()
+    facts = json.loads((tmp_path / "steps.json").read_text())["summary"]
+    assert (facts["finished"], facts["steps"], facts["win_rate_first"], facts["win_rate_last"]) == (False, 3, 0.4, None)
 
 
 def test_without_matplotlib_the_curve_is_left_out_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

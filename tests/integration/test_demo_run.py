@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.agentic.tictactoe.train import parse_options
+from examples.agentic.tictactoe.options import parse_options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -61,8 +64,62 @@ def test_progress_table_and_files_come_with_it(finished: tuple[dict[str, Any], s
     assert "held-out, version 0" in page and "held-out, version 3" in page and "mask 1 (sampled)" in page
 
 
-def test_an_impossible_option_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--episodes", "30", "--group-size", "8"], "--episodes 30 must be a multiple of --group-size 8: change one of them"),
+        (["--model", "/nope"], "--model /nope is no folder; it must hold a Hugging Face model: name such a folder"),
+        (["--out", "/proc/x"], "--out /proc/x cannot be written to (No such file or directory); it must be a folder of yours: name"),
+        (["--lr", "-1"], "--lr is -1; it must be above 0 and finite: try 0.0003"),
+        (["--lr", "nan"], "--lr is nan; it must be above 0 and finite"),
+        (["--seed", "-1"], "--seed is -1; it must be at least 0: raise it"),
+        (["--seed", "4096"], "--seed is 4096; it must be at most 4095: lower it"),
+        (["--max-staleness", "-1"], "--max-staleness is -1; it must be at least 0: raise it"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    ],
+)
+def test_an_impossible_option_is_refused_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_options(["--episodes", "30", "--group-size", "8"])
-    assert caught.value.code == 2
-    assert "--episodes 30 must be a multiple of --group-size 8" in capsys.readouterr().err
+        parse_options(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and line.startswith(f"error: {said}")
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    # A short path: the service's sockets lie below it.
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("number", "after"), [(signal.SIGINT, "step 1/"), (signal.SIGTERM, "step 1/"), (signal.SIGINT, "starting the")])
+def test_a_signal_ends_the_run_with_what_it_finished_and_leaves_nothing_behind(
+    number: signal.Signals, after: str, temporary: Path, tmp_path: Path
+) -> None:
+    short = ["--steps", "60000", "--episodes", "8", "--group-size", "2", "--held-out", "5", "--out", str(tmp_path)]
+    demo = subprocess.Popen(
+        [sys.executable, "-u", "-m", "examples.agentic.tictactoe.train", *short],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert demo.stdout is not None
+        assert any(line.startswith(after) for line in demo.stdout)
+        demo.send_signal(number)
+        printed, errors = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == 128 + number, errors[-2000:]
+    assert "Traceback" not in errors and list(temporary.glob("areno-*")) == []
+    if after == "starting the":
+        assert "stopped before the first step was finished" in printed and list(tmp_path.iterdir()) == []
+        return
+    facts = json.loads((tmp_path / "steps.json").read_text())
+    num_steps = len(facts["steps"])
+    assert f"stopped after {num_steps} of 60000 steps" in printed and num_steps >= 1
+    assert facts["summary"]["finished"] is False and facts["summary"]["win_rate_last"] is None
+    assert (tmp_path / "transcripts.html").is_file()

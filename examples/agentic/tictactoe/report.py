@@ -71,15 +71,24 @@ class HeldOut:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """All that a run leaves behind; `train.py` adds to it as it goes. `held_out` is of the shipped, then of the final weights."""
+    """All that a run leaves behind; `train.py` adds to it as it goes. `held_out` is of the shipped, then of the final weights.
+
+    `steps` is how many were asked for; a run that is interrupted has fewer rows, and no held-out games of its final weights.
+    """
 
     seed: int
-    initial_version: int
+    steps: int
     tokenizer: Tokenizer
+    initial_version: int = 0
     seconds: float = 0.0
     rows: list[StepRecord] = field(default_factory=list)
     held_out: list[HeldOut] = field(default_factory=list)
     transcripts: list[Transcript] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run came to its end."""
+        return len(self.held_out) == 2
 
     def add(self, row: StepRecord, samples: Sequence[TrainingSample]) -> StepRecord:
         """Take a step and, now and then, some of its games."""
@@ -103,19 +112,22 @@ class Run:
         """Return the run as one flat object of plain numbers.
 
         The gap's figures are over training steps and held-out games alike: tokens of the trainer's version at that moment.
+        The last rates are None for a run that did not finish.
         """
-        first, last = self.held_out[0].rates, self.held_out[-1].rates
+        first = self.held_out[0].rates
+        last = self.held_out[-1].rates if self.finished else None
         trained_s = sum(row.seconds for row in self.rows)
         gaps = [(row.max_logprob_gap, row.gap_tokens) for row in self.rows]
         gaps += [(held_out.gap.max_exact, held_out.gap.num_exact) for held_out in self.held_out]
         mean = lambda name: float(np.mean([getattr(row, name) for row in self.rows]))  # noqa: E731
         return {
             "win_rate_first": round(first.win, 4),
-            "win_rate_last": round(last.win, 4),
+            "win_rate_last": round(last.win, 4) if last else None,
             "illegal_rate_first": round(first.illegal, 4),
-            "illegal_rate_last": round(last.illegal, 4),
-            "held_out_games": last.games,
+            "illegal_rate_last": round(last.illegal, 4) if last else None,
+            "held_out_games": first.games,
             "steps": len(self.rows),
+            "finished": self.finished,
             "tokens_per_s": round(sum(row.tokens for row in self.rows) / trained_s, 1),
             "cached_share": round(mean("cached_share"), 4),
             "max_logprob_gap": max(gap for gap, tokens in gaps if tokens) if any(tokens for _, tokens in gaps) else None,
@@ -210,11 +222,17 @@ def show(console: Console, run: Run, files: Sequence[Path]) -> None:
     facts, every = run.summary(), max(1, len(run.rows) // 20)
     shown = [row for row in run.rows if row.step == 1 or row.step % every == 0 or row is run.rows[-1]]
     console.print(step_table(shown, title="training steps"))
-    console.print(
-        f"[bold]wins against the random opponent in {facts['held_out_games']} held-out games: "
-        f"{facts['win_rate_first']:.1%} before, {facts['win_rate_last']:.1%} after[/bold] "
-        f"(illegal moves: {facts['illegal_rate_first']:.1%}, {facts['illegal_rate_last']:.1%})"
-    )
+    if run.finished:
+        console.print(
+            f"[bold]wins against the random opponent in {facts['held_out_games']} held-out games: "
+            f"{facts['win_rate_first']:.1%} before, {facts['win_rate_last']:.1%} after[/bold] "
+            f"(illegal moves: {facts['illegal_rate_first']:.1%}, {facts['illegal_rate_last']:.1%})"
+        )
+    else:
+        console.print(
+            f"[bold]stopped after {facts['steps']} of {run.steps} steps; the files are of these[/bold] "
+            f"(wins in {facts['held_out_games']} held-out games before: {facts['win_rate_first']:.1%})"
+        )
     if facts["gap_tokens"]:
         console.print(
             f"max_logprob_gap between trainer and service: {facts['max_logprob_gap']:.1e}, "
@@ -256,18 +274,20 @@ def write_curve(rows: Sequence[StepRecord], facts: dict[str, Any], path: Path, c
     from matplotlib import pyplot
 
     steps = [row.step for row in rows]
-    figure, (rewards, rates) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (rewards, rates) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     rewards.plot(steps, [row.reward for row in rows], color="#94a3b8", linewidth=1, label="step")
     rewards.plot(steps, _smooth([row.reward for row in rows]), color="#2563eb", linewidth=2, label="mean of 5 steps")
     rewards.set(xlabel="optimizer step", ylabel="mean reward", title="reward")
     rates.plot(steps, _smooth([row.win_rate for row in rows]), color="#16a34a", linewidth=2, label="wins while training")
     rates.plot(steps, _smooth([row.illegal_rate for row in rows]), color="#dc2626", linewidth=2, label="illegal moves while training")
-    held_out = [facts["win_rate_first"], facts["win_rate_last"]]
-    rates.scatter([0, len(rows)], held_out, color="#16a34a", zorder=3, label=f"wins on {facts['held_out_games']} held-out games")
+    held_out = {step: rate for step, rate in ((0, facts["win_rate_first"]), (len(rows), facts["win_rate_last"])) if rate is not None}
+    label = f"wins in {facts['held_out_games']} held-out games"
+    rates.scatter(list(held_out), list(held_out.values()), color="#16a34a", zorder=3, clip_on=False, label=label)
     rates.set(xlabel="optimizer step", ylabel="share of games", title="tic-tac-toe against a random opponent", ylim=(0, 1))
     for axes in (rewards, rates):
         axes.grid(alpha=0.3)
-        axes.legend()
+        # Below the axes, where it covers no point.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

@@ -10,26 +10,25 @@ what a run shows is in `report.py`. One thread each for trainer and engine: a ru
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import rollout
 from examples.agentic.tictactoe.env import TicTacToe
+from examples.agentic.tictactoe.interrupts import Interrupted, Interrupts
+from examples.agentic.tictactoe.options import MICRO_BATCHES, Options, parse_options
 from examples.agentic.tictactoe.report import HeldOut, LiveReport, Run, StepRecord, show, write_files
-from examples.agentic.tictactoe.reward import NUM_HELD_OUT_GAMES, WinRate, held_out_seeds, training_seed
-from examples.agentic.tiny_model import MODEL_DIR
+from examples.agentic.tictactoe.reward import WinRate, held_out_seeds, training_seed
 from rollout.agent import ChatFormat, EpisodeLimits, EpisodeTask, TurnSampling, run_episode
 from trainer_bridge import (
     Batch,
@@ -50,24 +49,7 @@ from trainer_bridge import (
 )
 
 MAX_ANSWER_TOKENS = 4
-MICRO_BATCHES = 4
 CONCURRENT_HELD_OUT_GAMES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What decides a run. `episodes` is games per optimizer step, in groups of `group_size` that share a game's seed."""
-
-    steps: int = 56
-    episodes: int = 128
-    group_size: int = 8
-    lr: float = 3e-4
-    max_staleness: int = 1
-    held_out: int = NUM_HELD_OUT_GAMES
-    seed: int = 0
-    model: Path = MODEL_DIR
-    out: Path = Path("demo-out")
-    json: bool = False
 
 
 class GameTable:
@@ -138,19 +120,19 @@ def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Seq
     return LogprobGap.merged(gaps)
 
 
-def train(options: Options, live: LiveReport) -> Run:
-    """Run the demo: held-out games, training steps, held-out games."""
-    started = time.monotonic()
+def train(options: Options, run: Run, live: LiveReport, interrupts: Interrupts) -> None:
+    """Run the demo: held-out games, training steps, held-out games. Mutates: `run`. Raises: Interrupted."""
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     groups = options.episodes // options.group_size
     seeds = [training_seed(options.seed, step, group) for step in range(options.steps) for group in range(groups)]
     live.phase("starting the service")
-    with rollout.local(str(options.model), dtype="float32", threads=1, max_rows=64) as client:
+    interrupts.arm()
+    with rollout.local(str(options.model), dtype="float32", threads=1, max_rows=64) as client, interrupts.until_here():
         table = GameTable(client)
         push = WeightPush(client, model)
-        run = Run(seed=options.seed, initial_version=push.version, tokenizer=client.tokenizer())
+        run.initial_version = push.version
         live.phase(f"playing {options.held_out} held-out games with the shipped weights")
         held_out = table.play_held_out(options.held_out)
         run.add_held_out(measure(model, held_out, push.version), held_out)
@@ -174,8 +156,6 @@ def train(options: Options, live: LiveReport) -> Run:
         live.phase(f"playing {options.held_out} held-out games with the final weights")
         held_out = table.play_held_out(options.held_out)
         run.add_held_out(measure(model, held_out, push.version), held_out)
-    run.seconds = time.monotonic() - started
-    return run
 
 
 def measure(model: torch.nn.Module, samples: Sequence[TrainingSample], version: int) -> HeldOut:
@@ -213,44 +193,25 @@ def record(step: int, groups: Sequence[RolloutGroup[int]], gap: LogprobGap, repo
     )
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line."""
-    default = Options()
-    parser = argparse.ArgumentParser(prog="python -m examples.agentic.tictactoe.train", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
-    parser.add_argument("--episodes", type=int, default=default.episodes, help="games per step (default %(default)s)")
-    parser.add_argument("--group-size", type=int, default=default.group_size, help="games that share one opponent (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=default.lr, help="learning rate of AdamW (default %(default)s)")
-    parser.add_argument(
-        "--max-staleness", type=int, default=default.max_staleness, help="versions a game may lag behind (default %(default)s)"
-    )
-    parser.add_argument("--held-out", type=int, default=default.held_out, help="games that measure the win rate (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="decides opponents and draws (default %(default)s)")
-    parser.add_argument("--model", type=Path, default=default.model, help="model folder (default: the embedded one)")
-    parser.add_argument("--out", type=Path, default=default.out, help="folder for curve, transcripts and steps (default %(default)s)")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON line on standard output; everything else goes to standard error"
-    )
-    options = Options(**vars(parser.parse_args(arguments)))
-    for name in ("steps", "episodes", "group_size", "held_out"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
-    if options.group_size < 2 or options.episodes % options.group_size or options.episodes < MICRO_BATCHES:
-        parser.error(f"--episodes {options.episodes} must be a multiple of --group-size {options.group_size}, which is at least 2")
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, then show what came of it."""
+    """Train, then show what came of it; a run that is interrupted shows the steps that it finished."""
+    interrupts, started = Interrupts(), time.monotonic()
     torch.set_num_threads(1)
     disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` blocks then end the service
     options = parse_options(arguments)
-    with LiveReport(options.steps, quiet=options.json) as live:
-        run = train(options, live)
-    show(live.console, run, write_files(run, options.out, live.console))
-    if options.json:
-        print(json.dumps(run.summary()), flush=True)
+    run = Run(seed=options.seed, steps=options.steps, tokenizer=Tokenizer.from_file(str(options.model / "tokenizer.json")))
+    live = LiveReport(options.steps, quiet=options.json)
+    # The interruption ends here, after the `with` blocks inside `train` have ended the service.
+    with contextlib.suppress(Interrupted), live:
+        train(options, run, live, interrupts)
+    run.seconds = time.monotonic() - started
+    if run.rows:
+        show(live.console, run, write_files(run, options.out, live.console))
+        if options.json:
+            print(json.dumps(run.summary()), flush=True)
+    else:
+        live.console.print("stopped before the first step was finished: there is nothing to write")
+    sys.exit(interrupts.exit_code)
 
 
 if __name__ == "__main__":
