@@ -31,6 +31,7 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     ├── ClientUnusable (RuntimeError)          client_unusable
     │   ├── ForkedClient                       forked_client
     │   └── ClientClosed                       client_closed
+    ├── PauseHeld (RuntimeError)               pause_held            another client's pause keeps the engine still
     ├── WeightUpdateError (RuntimeError)       weight_update_failed
     │   ├── ManifestMismatch                   manifest_mismatch
     │   ├── DigestMismatch                     digest_mismatch
@@ -236,6 +237,12 @@ class ClientClosed(ClientUnusable):
     """The client was closed."""
 
     code = "client_closed"
+
+
+class PauseHeld(RolloutError, RuntimeError):
+    """The engine stands still for another client; only that client can resume it."""
+
+    code = "pause_held"
 
 
 class WeightUpdateError(RolloutError, RuntimeError):

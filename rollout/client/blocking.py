@@ -178,7 +178,7 @@ class Client:
         self._run(operations.pause())
 
     def resume(self) -> None:
-        """Drop this client's pause; idempotent. Blocks."""
+        """Drop this client's pause; idempotent. Blocks. Raises: PauseHeld, naming the holder, if only others paused."""
         self._run(operations.resume())
 
     def shutdown(self) -> None:
@@ -239,7 +239,8 @@ class Client:
 def connect(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> Client:
     """Connect to a service; without an address, to the one that the state folder announces. Blocks.
 
-    Raises: NoService, ServerUnavailable within `timeout_s`, ProtocolMismatch.
+    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), ProtocolMismatch,
+    InvalidConfig.
     """
     connection = Connection(address, timeout_s=timeout_s, name=name)
     try:

@@ -186,7 +186,7 @@ class AsyncClient:
         await self._run(operations.pause())
 
     async def resume(self) -> None:
-        """Drop this client's pause; idempotent."""
+        """Drop this client's pause; idempotent. Raises: PauseHeld, naming the holder, if only others paused."""
         await self._run(operations.resume())
 
     async def shutdown(self) -> None:
@@ -244,7 +244,8 @@ class AsyncClient:
 async def connect_async(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> AsyncClient:
     """Connect to a service; without an address, to the one that the state folder announces.
 
-    Raises: NoService, ServerUnavailable within `timeout_s`, ProtocolMismatch.
+    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), ProtocolMismatch,
+    InvalidConfig.
     """
     connection = Connection(address, timeout_s=timeout_s, name=name)
     try:

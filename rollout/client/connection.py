@@ -7,6 +7,8 @@ thread does not exist and its sockets must not be touched.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import math
 import os
 import socket
 import threading
@@ -19,13 +21,16 @@ import numpy as np
 from rollout.client.io_thread import IoThread
 from rollout.client.parameters import Prepared
 from rollout.client.pending import Call, Pending, StreamRecord
-from rollout.errors import Conflict, ForkedClient
+from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable
 from rollout.state import StateFolder, default_state_dir
 from rollout.wire.codec import Packet, encode
 from rollout.wire.messages import Op
-from rollout.wire.security import new_token, parse_address
+from rollout.wire.security import missing_socket, new_token
 
 CLOSE_WAIT_S = 3.0
+GOODBYE_WAIT_S = 0.5
+# Threads whose service may still wait for a goodbye when the interpreter ends.
+_OPEN: weakref.WeakSet[IoThread] = weakref.WeakSet()
 
 
 def _stop(io: IoThread, pid: int) -> None:
@@ -33,15 +38,49 @@ def _stop(io: IoThread, pid: int) -> None:
         io.close()
 
 
+def _check_timeout(timeout_s: object) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise InvalidConfig(
+            f"timeout_s={timeout_s!r} is refused",
+            field="timeout_s",
+            value=timeout_s,
+            limit="allowed: a positive, finite number of seconds",
+            remedy="leave timeout_s out, or pass the seconds that a silent service may take",
+        )
+
+
+def _say_goodbye() -> None:
+    """Let every connection that was never closed end its session, or its pause would outlive this process by a lease."""
+    alive = [io for io in _OPEN if io.thread.is_alive()]
+    for io in alive:
+        io.close()
+    deadline = time.monotonic() + GOODBYE_WAIT_S
+    for io in alive:
+        io.thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class Connection:
     """See the module. Methods may be called from any thread."""
 
     def __init__(self, address: str | None, *, timeout_s: float, name: str | None) -> None:
+        _check_timeout(timeout_s)
         found = address or StateFolder(default_state_dir()).find().address
-        parse_address(found)
+        missing = missing_socket(found)
+        if missing is not None:
+            raise ServerUnavailable(
+                f"there is no socket at {missing}",
+                field="address",
+                value=found,
+                limit="a running service has one at its address",
+                remedy="start the service, or see the addresses of running ones with python -m rollout check",
+            )
         self.address = found
         self._pid = os.getpid()
         self._io = IoThread(found, name or f"{socket.gethostname()}:{os.getpid()}", timeout_s)
+        # Once for the process, however many connections it makes.
+        atexit.unregister(_say_goodbye)
+        atexit.register(_say_goodbye)
+        _OPEN.add(self._io)
         self._submitting = threading.Lock()
         self._finalizer = weakref.finalize(self, _stop, self._io, self._pid)
 

@@ -30,19 +30,22 @@ from rollout.errors import (
     RolloutError,
     ServerRestarted,
     ServerUnavailable,
+    ServiceStopping,
     WireError,
     error_from_fields,
 )
 from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, Deltas, ErrorBody, Op, Welcome
-from rollout.wire.security import new_token
+from rollout.wire.security import missing_socket, new_token
 from rollout.wire.transport import Context, Peer, Poller, Sent
 
 log = logging.getLogger("rollout.client")
 MAX_MESSAGE_BYTES = 2**30
 MAX_HEARTBEAT_S = 5.0
 SUSPENSION_S = 1.0
+# How long a call waits for a service that has been silent past the time-out, or has said that it stops.
+PROBE_S = 0.5
 
 
 class _Link:
@@ -78,6 +81,8 @@ class IoThread:
         self._waiting_for_control: deque[list[Frame]] = deque()
         self._posts: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._last_heard = time.monotonic()
+        self._silent = False
+        self._stopped: RolloutError | None = None
         self._next_heartbeat = self._last_heard
         self._seq = 0
         self.thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
@@ -184,9 +189,14 @@ class IoThread:
             self._next_heartbeat = now + self._heartbeat_s()
             if self._data.welcomed and not self._data.unsent:
                 self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
-        if now - self._last_heard > self._timeout_s:
+        self._silent = self._silent or now - self._last_heard > self._timeout_s
+        if self._silent or self._stopped is not None:
             self._fail_silent(now)
-        return max(0.0, min(self._next_heartbeat - now, self._timeout_s / 4))
+        return max(0.0, min(self._next_heartbeat - now, self._wait_s() / 4))
+
+    def _wait_s(self) -> float:
+        """How long anybody waits for a sign of life: once it failed to come, later calls only look whether it is back."""
+        return min(PROBE_S, self._timeout_s) if self._silent or self._stopped is not None else self._timeout_s
 
     def _heartbeat_s(self) -> float:
         lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
@@ -194,17 +204,29 @@ class IoThread:
 
     def _fail_silent(self, now: float) -> None:
         def verdict(pending: Pending) -> RolloutError | None:
-            if now - max(self._last_heard, pending.since) <= self._timeout_s:
-                return None
-            return ServerUnavailable(
-                f"no answer from {self.address} for {now - self._last_heard:.1f} s",
-                field="address",
-                value=self.address,
-                limit=f"timeout_s is {self._timeout_s:g}",
-                remedy="check that the service runs (python -m rollout check), then connect again",
-            )
+            waited_s = now - max(self._last_heard, pending.since)
+            return self._no_answer(waited_s) if waited_s > self._wait_s() else None
 
         self._fail(verdict)
+
+    def _no_answer(self, waited_s: float) -> RolloutError:
+        if self._stopped is not None:
+            return ServiceStopping(
+                f"the service at {self.address} has stopped", value=self.address, remedy="start it again, then call again"
+            )
+        quiet_s = time.monotonic() - self._last_heard
+        known = f"; silent for {quiet_s:.1f} s before, so this call waited {waited_s:.1f} s only" if quiet_s > waited_s + PROBE_S else ""
+        return ServerUnavailable(
+            f"no answer from {self.address} within {waited_s:.1f} s",
+            field="address",
+            value=self.address,
+            limit=f"timeout_s is {self._timeout_s:g}{known}",
+            remedy="check that the service runs (python -m rollout check), then connect again",
+        )
+
+    def _is_gone(self) -> bool:
+        """Whether a service that is silent or stopped has no socket any more, so that nothing can be answered."""
+        return (self._silent or self._stopped is not None) and missing_socket(self.address) is not None
 
     def _fail(self, verdict: Callable[[Pending], RolloutError | None]) -> None:
         everything: list[Pending] = [self.connected, *(call for call, _ in self._calls.values()), *self.streams.values()]
@@ -254,11 +276,16 @@ class IoThread:
         too_large = self._too_large(pending.frames)
         if too_large is not None:
             self._end(pending, too_large)
+        elif self._is_gone():
+            self._end(pending, self._no_answer(0.0))
         elif link is None:
             # The control socket is known once the service has said WELCOME.
             self._waiting_for_control.append(pending.frames)
         else:
             self._send(link, pending.frames)
+            if self._silent or self._stopped is not None:
+                # A generation may be answered late by a service that is back; a heartbeat is answered at once.
+                self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
 
     def _too_large(self, frames: list[Frame]) -> RolloutError | None:
         """Refuse here what the service's socket would answer by closing the connection, and with it everybody's."""
@@ -304,7 +331,7 @@ class IoThread:
 
     def _drain(self, link: _Link) -> None:
         while (incoming := link.peer.receive()) is not None:
-            self._last_heard = time.monotonic()
+            self._last_heard, self._silent = time.monotonic(), False
             try:
                 packet = decode(incoming.frames, CLIENT_REPLIES)
             except ProtocolMismatch as error:
@@ -337,6 +364,7 @@ class IoThread:
         if hello_id != link.hello_id:
             return
         link.welcomed = True
+        self._stopped = None
         if link is self._data:
             resumed = self.welcome is not None
             self.welcome = body
@@ -388,6 +416,9 @@ class IoThread:
             self._hello_refused(link, error)
         elif body.code == "no_session":
             self._session_lost(link, request_id)
+        elif request_id == NO_REQUEST and body.code == ServiceStopping.code:
+            # What it still answers is under way; the next look at the clock fails what stays without an answer.
+            self._stopped = error
         elif request_id == NO_REQUEST:
             log.warning("the service says: %s", error)
         else:

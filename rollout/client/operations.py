@@ -52,7 +52,7 @@ def _info(packet: Packet) -> ServiceInfo:
     fields = body.model_dump()
     engine = fields.pop("engine")
     facts = None if engine is None else EngineFacts(**{**engine, "eos_ids": tuple(engine["eos_ids"])})
-    return ServiceInfo(**{**fields, "incarnation": body.incarnation.hex(), "engine": facts})
+    return ServiceInfo(**{**fields, "incarnation": body.incarnation.hex(), "engine": facts, "paused_by": tuple(body.paused_by)})
 
 
 def info() -> Operation[ServiceInfo]:
@@ -116,7 +116,7 @@ def pause() -> Operation[None]:
 
 
 def resume() -> Operation[None]:
-    """Drop this client's pause."""
+    """Drop this client's pause; refused while only others hold one."""
     return Operation(op=Op.RESUME, read=_nothing, control=True)
 
 

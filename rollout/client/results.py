@@ -121,7 +121,10 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceInfo:
-    """What a service is. `health`: starting, ready, needs_weights, failed, stopping; `engine` is None until it is loaded."""
+    """What a service is. `health`: starting, ready, needs_weights, failed, stopping; `engine` is None until it is loaded.
+
+    `paused_by` names the clients for which the engine stands still, and for how long.
+    """
 
     protocol_version: int
     incarnation: str
@@ -136,6 +139,7 @@ class ServiceInfo:
     lease_s: float
     max_message_bytes: int
     engine: EngineFacts | None
+    paused_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

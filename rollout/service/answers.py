@@ -55,6 +55,7 @@ class Answers:
             "health": self._health(),
             "version": self._admission.version,
             "needs_weights": self._control.needs_weights,
+            "paused_by": self._control.paused_by,
             "weights_dir": str(self._config.weights_dir),
             "lease_s": float(self._config.lease_s),
             "max_message_bytes": self._config.max_message_bytes,

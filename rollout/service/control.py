@@ -16,6 +16,7 @@ from rollout.errors import (
     HostFailed,
     NeedsWeights,
     NoUpdate,
+    PauseHeld,
     RolloutError,
     ServiceStopping,
     UpdateBusy,
@@ -61,7 +62,9 @@ class ControlDesk:
     ) -> None:
         self._link, self._calls, self._admission = link, calls, admission
         self._next_version, self._on_published = next_version, on_published
-        self._holders: set[int] = set()
+        self._holders: dict[int, tuple[str, float]] = {}
+        # A session that had a pause may resume twice, as a call that is sent again does.
+        self._have_paused: set[int] = set()
         self._update: OpenUpdate | None = None
         self._digests: dict[str, int] | None = None
         self.needs_weights: int | None = None
@@ -87,20 +90,37 @@ class ControlDesk:
         """Let the engine stand still for a session; idempotent."""
         if not self._holders:
             self._link.send(Op.PAUSE, {})
-        self._holders.add(session.number)
+        self._have_paused.add(session.number)
+        self._holders.setdefault(session.number, (session.label, time.monotonic()))
         self._admission.paused = True
 
+    @property
+    def paused_by(self) -> list[str]:
+        """Who holds a pause, and for how long."""
+        now = time.monotonic()
+        return [f"{label} for {now - since:.1f} s" for label, since in self._holders.values()]
+
     def resume(self, session: Session) -> None:
-        """Drop a session's pause; idempotent."""
-        held = session.number in self._holders
-        self._holders.discard(session.number)
-        if held and not self._holders:
+        """Drop a session's pause; idempotent. Raises: PauseHeld to a session that never paused while another one does."""
+        if self._holders and session.number not in self._have_paused:
+            raise PauseHeld(
+                "this client never paused, and the engine stands still for another",
+                value=", ".join(self.paused_by),
+                limit=f"paused by {', '.join(self.paused_by)}",
+                remedy="resume from that client, or end it: a pause ends with its holder's session",
+            )
+        self._drop_pause(session)
+
+    def _drop_pause(self, session: Session) -> None:
+        held = self._holders.pop(session.number, None)
+        if held is not None and not self._holders:
             self._admission.paused = False
             self._link.send(Op.RESUME, {})
 
     def end_session(self, session: Session) -> None:
         """End what a session held."""
-        self.resume(session)
+        self._drop_pause(session)
+        self._have_paused.discard(session.number)
         update = self._update
         if update is not None and update.holder is session and not update.committing:
             self._link.send(Op.WEIGHTS_ABORT, {"update_id": update.update_id})

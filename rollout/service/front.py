@@ -375,7 +375,13 @@ class Front:
     def _numbers(self) -> dict[str, object]:
         numbers = snapshot(self._metrics, self._ledger, self._sessions, self._streams, held=self._requests.num_held, health=self.health)
         numbers["watched_for_stop_strings"] = self._requests.num_watched
-        return {**numbers, "version": self._admission.version, "paused": self._admission.paused, "open_calls": len(self._calls)}
+        return {
+            **numbers,
+            "version": self._admission.version,
+            "paused": self._admission.paused,
+            "paused_by": ", ".join(self._control.paused_by),
+            "open_calls": len(self._calls),
+        }
 
 
 def _fingerprint(frames: list[bytes]) -> bytes:

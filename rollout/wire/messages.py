@@ -254,6 +254,7 @@ class InfoResult(Message):
     health: Name
     version: Int64
     needs_weights: Int64 | None = None
+    paused_by: Annotated[list[Text], Field(max_length=MAX_LIST)] = []
     weights_dir: Text
     tokenizer_digest: Name | None = None
     chat_template_digest: Name | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import secrets
 import warnings
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def parse_address(text: str) -> Address:
         limit="known forms: ipc:///absolute/path, tcp://host:port",
         remedy="leave --address out to use a local socket in the state folder",
     )
+
+
+def missing_socket(text: str) -> str | None:
+    """Return the path of a local address at which there is no socket, else None."""
+    path = parse_address(text).path
+    return path if path and not os.path.exists(path) else None
 
 
 def check_bind_address(text: str, *, insecure: bool) -> Address:

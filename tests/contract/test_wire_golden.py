@@ -24,7 +24,7 @@ CODES = [
     "address_in_use", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable", "conflict",
     "digest_mismatch", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed", "insecure_address",
     "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights", "no_service",
-    "no_session", "no_update", "protocol_version", "request_error", "request_failed", "request_too_long", "rollout_error",
+    "no_session", "no_update", "pause_held", "protocol_version", "request_error", "request_failed", "request_too_long", "rollout_error",
     "server_restarted", "server_unavailable", "service_stopping", "unavailable", "unknown_operation", "unsupported_model",
     "update_busy", "weight_update_failed", "weights_changed", "weights_file_refused", "weights_unchanged",
 ]  # fmt: skip

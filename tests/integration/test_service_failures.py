@@ -318,3 +318,29 @@ def test_a_broken_answer_of_the_host_fails_only_its_call(tmp_path: Path) -> None
             client.stats()
         assert broken.value.code == "internal_error"
         assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
+
+
+def test_a_script_that_pauses_and_ends_without_a_close_holds_nobody_up(tmp_path: Path) -> None:
+    with fake_service(tmp_path) as client:
+        code = (
+            f"import rollout; client = rollout.connect({client.address!r}, name='script'); client.pause(); print(client.info().paused_by)"
+        )
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        assert "script#2 for" in out
+        wait_until(lambda: not client.stats()["paused"], timeout_s=3.0)
+        assert client.stats()["paused_by"] == ""
+        assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
+
+
+def test_after_a_killed_front_no_call_waits_its_whole_time_out_again(tmp_path: Path) -> None:
+    service = fake_service(tmp_path, timeout_s=1.5)
+    with service as client:
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGKILL)
+        with pytest.raises(ServerUnavailable):
+            client.info()
+        began = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(ServerUnavailable, match="rollout check"):
+                client.info()
+        assert time.monotonic() - began < 1.0

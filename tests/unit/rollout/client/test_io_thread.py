@@ -16,11 +16,13 @@ from rollout.errors import (
     Conflict,
     Gone,
     InternalError,
+    InvalidConfig,
     InvalidRequest,
     ProtocolMismatch,
     RequestFailed,
     ServerRestarted,
     ServerUnavailable,
+    ServiceStopping,
 )
 from rollout.wire.codec import HEADER
 from rollout.wire.messages import Op
@@ -164,10 +166,51 @@ def test_a_heartbeat_answer_recovers_an_ending_that_was_lost(front: ScriptedFron
 
 
 def test_a_service_that_never_answers_is_named_within_the_time_out(tmp_path: Path) -> None:
+    (tmp_path / "nobody").touch()
     began = time.monotonic()
     with pytest.raises(ServerUnavailable, match=f"{tmp_path}/nobody.*rollout check"):
         connect(f"ipc://{tmp_path}/nobody", timeout_s=0.5)
     assert 0.4 < time.monotonic() - began < 2.0
+
+
+def test_an_address_without_a_socket_is_named_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=f"no socket at {tmp_path}/nobody.*rollout check"):
+        connect(f"ipc://{tmp_path}/nobody", timeout_s=30.0)
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), True])
+def test_a_time_out_that_is_no_length_of_time_is_refused(tmp_path: Path, timeout_s: float) -> None:
+    with pytest.raises(InvalidConfig, match="timeout_s"):
+        connect(f"ipc://{tmp_path}/nobody", timeout_s=timeout_s)
+
+
+def test_after_a_silence_later_calls_only_look_whether_the_service_is_back(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool, timeout_s=1.5) as client:
+        with pytest.raises(ServerUnavailable, match="within 1"):
+            client.stats()
+        began = time.monotonic()
+        with pytest.raises(ServerUnavailable, match=r"within 0\..*silent for"):
+            client.info()
+        assert time.monotonic() - began < 1.2
+        back = pool.submit(client.stats)
+        calls = [front.expect(Op.STATS) for _ in range(2)]
+        front.send(Op.STATS_RESULT, calls[1].request_id, {"values": {"live": 2}, "engine": None})
+        assert back.result(5) == {"live": 2, "engine": None}
+
+
+def test_after_a_goodbye_calls_fail_at_once_by_name(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool, timeout_s=30.0) as client:
+        waiting = pool.submit(client.stats)
+        front.expect(Op.STATS)
+        front.send(Op.ERROR, bytes(16), {"code": "service_stopping", "what": "the service stops"})
+        began = time.monotonic()
+        with pytest.raises(ServiceStopping, match=r"has stopped.*start it again"):
+            waiting.result(5)
+        with pytest.raises(ServiceStopping):
+            client.info()
+        assert time.monotonic() - began < 2.5
 
 
 def test_a_service_that_falls_silent_fails_every_waiting_call_within_the_time_out(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:

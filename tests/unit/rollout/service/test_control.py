@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollout.errors import HostFailed, NeedsWeights, NoUpdate, ServiceStopping, UpdateBusy, WeightUpdateError
+from rollout.errors import HostFailed, NeedsWeights, NoUpdate, PauseHeld, ServiceStopping, UpdateBusy, WeightUpdateError
 from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk, refusal
@@ -74,6 +74,17 @@ class Desk:
 
 def packet(op: Op, **fields: object) -> Packet:
     return decode([bytes(frame) for frame in encode(op, bytes(range(16)), fields)], CONTROL_REQUESTS)
+
+
+def test_who_never_paused_cannot_resume_for_another_and_is_told_for_whom_the_engine_waits() -> None:
+    desk = Desk()
+    desk.control.pause(desk.first)
+    with pytest.raises(PauseHeld, match=r"paused by first#1 for .*resume from that client"):
+        desk.control.resume(desk.second)
+    assert [one.split(" for ")[0] for one in desk.control.paused_by] == ["first#1"]
+    desk.control.end_session(desk.first)
+    desk.control.resume(desk.second)
+    assert (desk.control.paused_by, desk.admission.paused) == ([], False)
 
 
 def test_the_engine_stands_still_while_anybody_holds_a_pause() -> None:
