@@ -16,7 +16,8 @@ import dataclasses
 import enum
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -68,7 +69,9 @@ class Episode:
 
     Starts from exactly one of `messages` (rendered with the model's template), `text` (plain: control tokens stay text, a start
     token is added once if the tokenizer adds one), `rendered` (text that a template rendered: taken as it is) and `prompt_ids`
-    (untouched). Raises: InvalidEpisode, TokenizerMismatch, ChatFormatError.
+    (untouched). Its calls that reach the service are awaited (`act`, `run_tools`, `cancel`), also for an episode that a blocking
+    client made. `async with` finishes a running episode at the block's end, and cancels it if the block raised.
+    Raises: InvalidEpisode, TokenizerMismatch, ChatFormatError.
     """
 
     __slots__ = (
@@ -169,6 +172,26 @@ class Episode:
         if format is None and options.get("prompt_ids") is None:
             format = await ChatFormat.of(client)
         return cls(client, info=info, format=format, **options)
+
+    async def __aenter__(self) -> Episode:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.finish()
+        elif self.running:
+            await self.cancel()
+
+    def __enter__(self) -> NoReturn:
+        raise EpisodeStateError(
+            "an episode was entered with `with`",
+            field="episode",
+            limit="its turns are awaited, whichever client made it",
+            remedy="write `async with client.episode(...) as episode:` and `await episode.act()` in an async function; asyncio.run it",
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Be there for `with`, which looks for it before `__enter__` can tell what is wrong."""
 
     @property
     def running(self) -> bool:

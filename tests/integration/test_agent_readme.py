@@ -11,13 +11,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_the_environment_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
-    readme = (REPOSITORY / "rollout" / "agent" / "README.md").read_text(encoding="utf-8")
-    _, section = readme.split("## An environment, complete\n")
-    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL)
-    assert code is not None
-    script = tmp_path / "environment.py"
-    script.write_text(code[1])
+def run_printed(code: str, folder: Path) -> list[str]:
+    """Run a program of the README and return the lines that it prints."""
+    script = folder / "printed.py"
+    script.write_text(code)
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
         cwd=REPOSITORY,
@@ -27,6 +24,22 @@ def test_the_environment_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
         timeout=100,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    printed = result.stdout.splitlines()
+    return result.stdout.splitlines()
+
+
+def printed_programs() -> list[str]:
+    readme = (REPOSITORY / "rollout" / "agent" / "README.md").read_text(encoding="utf-8")
+    return [code for code in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "rollout.local" in code]
+
+
+def test_the_episode_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    episode, _ = printed_programs()
+    printed = " ".join(run_printed(episode, tmp_path))
+    assert printed.startswith("[False") and "True" in printed
+
+
+def test_the_environment_in_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    _, environment = printed_programs()
+    printed = run_printed(environment, tmp_path)
     assert len(printed) == 8
     assert all(re.match(r"(done (1\.0|0\.5|0\.3+) None|truncated 0\.0 .+) \['Guess a digit\.', ", line) for line in printed), printed

@@ -570,3 +570,38 @@ def test_a_turn_remembers_whether_filters_or_penalties_had_a_part_in_its_draw(
     (row,) = episode.rows()
     assert (row.kept_counts is not None) == filtered
     assert row.kept_counts is None or row.kept_counts[row.mask].tolist() == [2, 2]
+
+
+def test_a_plain_with_is_refused_and_names_what_to_write() -> None:
+    episode = start(FakeClient([[*spelled("hi"), END]]))
+    with pytest.raises(EpisodeStateError, match=r"async with client\.episode\(\.\.\.\) as episode:` and `await episode\.act\(\)"):
+        with episode:
+            raise AssertionError("the block is not entered")
+    assert episode.running
+
+
+def test_async_with_finishes_a_running_episode_and_keeps_an_ending_that_was() -> None:
+    async def run(episode: Episode, *, cancel: bool) -> EpisodeStatus:
+        async with episode as entered:
+            assert entered is episode
+            await episode.act()
+            if cancel:
+                await episode.cancel()
+        return episode.status
+
+    reply = [*spelled("hi"), END]
+    assert asyncio.run(run(start(FakeClient([reply])), cancel=False)) is EpisodeStatus.DONE
+    assert asyncio.run(run(start(FakeClient([reply])), cancel=True)) is EpisodeStatus.CANCELLED
+
+
+def test_async_with_cancels_an_episode_whose_block_raised() -> None:
+    episode = start(FakeClient([[*spelled("hi"), END]]))
+
+    async def run() -> None:
+        async with episode:
+            await episode.act()
+            raise OSError("the board caught fire")
+
+    with pytest.raises(OSError, match="the board caught fire"):
+        asyncio.run(run())
+    assert episode.status is EpisodeStatus.CANCELLED and episode.num_turns == 1
