@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from areno.canary import CanaryGaps, CanaryProof
@@ -27,7 +28,7 @@ from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables
-from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
+from areno.errors import CanaryMismatch, InvalidConfig, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.executor import Executor
 from areno.forward import Forward
 from areno.kv.store import KVStore
@@ -72,6 +73,25 @@ class Score:
     version: int
 
 
+def _check_memory(config: EngineConfig, resolved: ResolvedConfig, token_kv_bytes: int) -> None:
+    """Refuse a pool that was asked for and that free memory cannot hold, before anything is allocated. Raises: InvalidConfig.
+
+    Pages that were not asked for are bounded by their default; the system hands out their memory as they are used.
+    """
+    if config.num_pages is None:
+        return
+    page_bytes = resolved.page_size * token_kv_bytes // (1 if resolved.dtype == "float32" else 2)
+    wanted, free = resolved.store_pages * page_bytes, psutil.virtual_memory().available
+    if wanted > free:
+        raise InvalidConfig(
+            f"num_pages={config.num_pages} needs {wanted / 2**30:,.1f} GiB for keys and values",
+            field="num_pages",
+            value=config.num_pages,
+            limit=f"{free / 2**30:,.1f} GiB of memory are free, one page of {resolved.page_size} tokens takes {page_bytes:,} bytes",
+            remedy=f"set num_pages to {max(1, free // 2 // page_bytes)} or less, or leave it out",
+        )
+
+
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
 
@@ -83,6 +103,7 @@ class Engine:
         model_config = read_model_config(folder)
         token_kv_bytes = 2 * 4 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
         resolved = resolve(config, model_max_len=model_config.max_position_embeddings, token_kv_bytes=token_kv_bytes)
+        _check_memory(config, resolved, token_kv_bytes)
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         device = torch.device(config.device)
         self._model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)

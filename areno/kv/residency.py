@@ -15,7 +15,7 @@ import numpy as np
 
 from areno.config import GROW_TOKENS, RESERVED_PAGES, EngineConfig, ResolvedConfig
 from areno.kv.pool import PagePool, RowPool
-from areno.kv.prefix import PrefixIndex, expand_spans
+from areno.kv.prefix import PrefixIndex, PrefixMatch, expand_spans
 from areno.kv.slots import SlotPool
 from areno.live import NO_ROW, NO_SLOT, LiveRequest
 from areno.seats import NO_SEAT, Seats
@@ -60,22 +60,16 @@ class Residency:
         needs_slot = live.request.sampling.needs_slot
         if not self.rows.num_free or not self.seats.num_free or (needs_slot and not self.slots.num_free):
             return None
-        request = live.request
-        start = None if live.prompt_logprobs is None else request.sampling.prompt_logprobs_from
-        match = self.prefix.match(
-            live.ids,
-            salt=request.cache_salt,
-            lineage=request.lineage,
-            oldest_version=self._version - request.max_kv_lag,
-            at_most=live.ids.size - 1 if start is None else start - 1,
-        )
-        wanted = min(live.limit - 1, live.ids.size + GROW_TOKENS)
-        missing = self.pages_for(wanted) - len(match.pages)
-        if not self._make_room(missing, reserve=0 if alone else self._watermark):
+        reserve = 0 if alone else self._watermark
+        match = self._match(live)
+        if not self._make_room(self._missing(live, match), reserve=reserve):
+            # The match itself may hold the pages that are missing: without it they can be evicted.
             for page in [*match.pages, *([] if match.copy_from is None else [match.copy_from])]:
                 self.pool.release(page)
-            return None
-        fresh = self.pool.allocate(missing)
+            match = PrefixMatch(pages=[], copy_from=None, copied=0, spans=())
+            if not alone or not self._make_room(self._missing(live, match), reserve=reserve):
+                return None
+        fresh = self.pool.allocate(self._missing(live, match))
         live.pages = match.pages + fresh
         live.computed = len(match.pages) * self._page_size + match.copied
         live.base_spans = match.spans
@@ -86,6 +80,20 @@ class Residency:
             self.pool.release(match.copy_from)
         self._seat(live)
         return copies
+
+    def _match(self, live: LiveRequest) -> PrefixMatch:
+        request = live.request
+        start = None if live.prompt_logprobs is None else request.sampling.prompt_logprobs_from
+        return self.prefix.match(
+            live.ids,
+            salt=request.cache_salt,
+            lineage=request.lineage,
+            oldest_version=self._version - request.max_kv_lag,
+            at_most=live.ids.size - 1 if start is None else start - 1,
+        )
+
+    def _missing(self, live: LiveRequest, match: PrefixMatch) -> int:
+        return self.pages_for(min(live.limit - 1, live.ids.size + GROW_TOKENS)) - len(match.pages)
 
     def fork(self, live: LiveRequest, parent: LiveRequest) -> list[PageCopy] | None:
         """Give a waiting member the prompt's KV of `parent`, which has just computed it: pages shared, the last one copied.

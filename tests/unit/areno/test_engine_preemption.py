@@ -166,3 +166,34 @@ def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_
     assert len(pure) >= 3
     for number in pure:
         assert set(outputs[number].versions) == {1} and reference_gap(models[1], prompt, outputs[number]) < 1e-4
+
+
+@PATHS
+def test_a_request_alone_is_never_kept_out_by_the_pages_its_own_prefix_matches(llama: Path, path: str) -> None:
+    engine = make_engine(llama, page_size=2, num_pages=6, max_model_len=32, max_rows=2, decode_tables=path)
+    first = [request(1, [5], forced_ids=[6, 7], max_new_tokens=2, ignore_eos=True)]
+    first.append(request(2, [5], forced_ids=[6, 7, 8, 9, 10], max_new_tokens=5, ignore_eos=True, lineage="a"))
+    run(engine, first)
+    outputs = run(engine, [request(3, [5, 6, 7, 8, 9], max_new_tokens=8, ignore_eos=True, lineage="a", seed=1)])
+    assert reference_gap(reference_model(llama), [5, 6, 7, 8, 9], outputs[3]) < 1e-4 and len(outputs[3].ids) == 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_small_pools_and_odd_pages_never_stand_still(llama: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 2, 3, 5]))
+    pages = int(rng.integers(6, 14))
+    engine = make_engine(
+        llama, page_size=page_size, num_pages=pages, max_rows=int(rng.integers(1, 4)), run_ahead=int(rng.integers(4)), max_prefill_tokens=4
+    )
+    model = reference_model(llama)
+    prompts, requests = {}, []
+    for number in range(40):
+        total = int(rng.integers(2, pages * page_size + 2))
+        size = int(rng.integers(1, total))
+        prompts[number] = np.resize(np.array([5, 6, 7, 8, 9]) + int(rng.integers(2)), size)
+        lineage = f"l{rng.integers(3)}" if rng.random() < 0.6 else None
+        requests.append(request(number, prompts[number], max_new_tokens=total - size, ignore_eos=True, seed=number, lineage=lineage))
+    outputs = run(engine, requests)
+    for number, prompt in prompts.items():
+        assert reference_gap(model, prompt, outputs[number]) < 1e-4
