@@ -79,9 +79,9 @@ def gumbel(keys_B: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
     """Return the noise of each row and id. Shapes: float32 [B, V]."""
     h = hashes(keys_B, ids_V)
     # The top 24 and the low 8 bits are exact in float32, so their sum is the correctly rounded (h + 1/2) * 2^-32.
-    u = (h >> 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
-    u.add_(h.bitwise_and_(0xFF).to(torch.float32).mul_(2.0**-32).add_(2.0**-33)).clamp_(max=_LARGEST_U)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    minus_u = (h >> 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(-(2.0**-24))
+    minus_u.add_(h.bitwise_and_(0xFF).to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)).clamp_(min=-_LARGEST_U)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 def numpy_hashes(seed: int, position: int, ids: np.ndarray) -> np.ndarray:

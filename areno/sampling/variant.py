@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Self
 
 import numpy as np
 
@@ -25,9 +24,17 @@ class Variant:
 
     def counts(self) -> np.ndarray:
         """Return the needs as numbers that add up over lanes. Shapes: int64 [needs]."""
-        return np.array([getattr(self, field.name) for field in fields(self)], dtype=np.int64)
+        return np.array([getattr(self, name) for name in _NEEDS], dtype=np.int64)
 
-    @classmethod
-    def of_counts(cls, counts: np.ndarray) -> Self:
+    @staticmethod
+    def of_counts(counts: np.ndarray) -> Variant:
         """Return what lanes with these summed needs have in common."""
-        return cls(**{field.name: bool(count) for field, count in zip(fields(cls), counts)})
+        key = tuple(count > 0 for count in counts.tolist())
+        known = _KNOWN.get(key)
+        if known is None:
+            known = _KNOWN[key] = Variant(**dict(zip(_NEEDS, key)))
+        return known
+
+
+_NEEDS = tuple(field.name for field in fields(Variant))
+_KNOWN: dict[tuple[bool, ...], Variant] = {}
