@@ -9,19 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollout.client.blocking import connect
 from rollout.config import ServiceConfig, default_threads
 from rollout.environment_report import environment_report
-from rollout.errors import RolloutError, error_fields
-from rollout.service.engine_host import option_default
+from rollout.errors import RolloutError, error_fields, error_from_fields
+from rollout.service.engine_host import checked_options, option_default
 
 app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -46,12 +45,20 @@ def _print_json(fields: Mapping[str, object]) -> None:
 
 
 def _refuse(error: RolloutError, as_json: bool) -> typer.Exit:
-    """Print an error and return the exit to raise."""
+    """Print an error, with flags for names of options, and return the exit to raise."""
     if as_json:
         _print_json({"event": "failed", "error": error_fields(error)})
     else:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        typer.echo(f"error: {_with_flags(str(error), error.field)}", err=True)
     return typer.Exit(1)
+
+
+def _with_flags(text: str, field: str | None) -> str:
+    """Name an option as this command line does, where a message gives its value or says what to do with it."""
+    if field is None or field not in (*ServiceConfig.__dataclass_fields__, "timeout_s"):
+        return text
+    places = rf"\b{field}(?==)|(?<=change ){field}\b|(?<=set ){field}\b|(?<=leave ){field}\b|(?<=lower ){field}\b"
+    return re.sub(places, f"--{field.replace('_', '-')}", text)
 
 
 @app.command()
@@ -97,7 +104,7 @@ def serve(
     lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
     max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow TCP without encryption on loopback.")] = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line when ready and one when stopped or failed.")] = False,
 ) -> None:
     """Serve a model until stopped."""
     from rollout.service.front import serve as run_service
@@ -113,13 +120,22 @@ def serve(
             print(SNIPPET.format(address=fields["address"], argument=argument), file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:
-        error = run_service(ServiceConfig.from_fields(options), on_event)
+        config = ServiceConfig.from_fields(options)
+        checked_options(config.engine_arguments())
+        error = run_service(config, on_event)
+    except ValueError as refused:
+        # The engine has an error tree of its own, with the same parts.
+        if not hasattr(refused, "what"):
+            raise
+        raise _refuse(error_from_fields(error_fields(refused)), as_json) from None
     except RolloutError as refused:
         raise _refuse(refused, as_json) from None
     if error is not None:
         raise typer.Exit(1) if as_json else _refuse(error, as_json)
     if as_json:
         _print_json({"event": "stopped"})
+    else:
+        typer.echo("The service has stopped.")
 
 
 @app.command()
@@ -130,11 +146,11 @@ def check(as_json: Json = False) -> None:
     if as_json:
         _print_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
-        table = Table("", "check", "found", "remedy", box=None)
+        width = max(len(finding.name) for finding in findings)
         for finding in findings:
-            mark = {True: "[green]ok[/]", False: "[red]fix[/]", None: "note"}[finding.ok]
-            table.add_row(mark, finding.name, finding.value, finding.remedy or "")
-        Console().print(table)
+            mark, colour = {True: ("ok", "green"), False: ("fix", "red"), None: ("note", None)}[finding.ok]
+            remedy = f"; remedy: {finding.remedy}" if finding.remedy else ""
+            typer.echo(f"{typer.style(f'{mark:<4}', fg=colour)}  {finding.name:<{width}}  {finding.value}{remedy}")
     if failed:
         raise typer.Exit(1)
 
@@ -151,11 +167,13 @@ def _show(fields: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json(fields)
         return
-    table = Table(box=None, show_header=False)
+    rows: list[tuple[str, object]] = []
     for name, value in fields.items():
-        for inner, one in value.items() if isinstance(value, dict) else [("", value)]:
-            table.add_row(f"{name}.{inner}" if inner else name, str(one))
-    Console().print(table)
+        rows += [(f"{name}.{inner}", one) for inner, one in value.items()] if isinstance(value, dict) else [(name, value)]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        # Never wrapped or cut: paths and addresses are there to be copied.
+        typer.echo(f"{name:<{width}}  {value}")
 
 
 @app.command()

@@ -36,17 +36,31 @@ def default_state_dir() -> Path:
     return Path(named).absolute() if named else platformdirs.user_state_path(APP)
 
 
-def private_folder(path: Path) -> Path:
+def make_folder(path: Path, option: str) -> Path:
+    """Make a folder and those above it; `option` is what names it. Raises: InvalidConfig."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InvalidConfig(
+            f"folder {path} cannot be made",
+            field=option,
+            value=str(path),
+            limit=error.strerror,
+            remedy=f"set {option} to a folder below one that you may write in",
+        ) from None
+    return path
+
+
+def private_folder(path: Path, option: str = "state_dir") -> Path:
     """Make a folder that only its owner may enter, or check that it is one. Raises: InvalidConfig."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = path.lstat()
+    found = make_folder(path, option).lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise InvalidConfig(
             f"{path} is not a folder of this user",
-            field="state_dir",
+            field=option,
             value=str(path),
             limit="sockets and weights live in a folder that only their owner may enter",
-            remedy=f"remove it, or set {STATE_VARIABLE} to another folder",
+            remedy=f"remove it, or set {option} to another folder",
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
@@ -130,7 +144,7 @@ class StateFolder:
                 field="address",
                 value=address.text,
                 limit=f"a running service holds {lock.path}",
-                remedy="stop it, connect to it with rollout.connect(), or choose another --address",
+                remedy="stop it, connect to it with rollout.connect(), or choose another address",
             )
         return lock
 

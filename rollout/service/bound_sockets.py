@@ -13,9 +13,19 @@ from pathlib import Path
 from rollout.config import ServiceConfig
 from rollout.errors import InvalidConfig, RolloutError
 from rollout.service.sessions import Channel
-from rollout.state import Announcement, FileLock, private_folder, remove_socket_files
+from rollout.state import Announcement, FileLock, make_folder, private_folder, remove_socket_files
 from rollout.wire.security import Address, check_bind_address, parse_address
 from rollout.wire.transport import Context
+
+
+def _no_folder(model: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"model {model!r} is not a folder",
+        field="model",
+        value=model,
+        limit="a model is a local folder with config.json and safetensors files; nothing is downloaded by its name",
+        remedy="pass the folder's path; `hf download OWNER/NAME --local-dir FOLDER` (huggingface_hub) makes one from a name",
+    )
 
 
 class BoundSockets:
@@ -23,16 +33,14 @@ class BoundSockets:
 
     def __init__(self, config: ServiceConfig) -> None:
         if not Path(config.model).is_dir():
-            raise InvalidConfig(
-                f"model {config.model!r} is not a folder", field="model", value=config.model, remedy="pass --model PATH of a model folder"
-            )
+            raise _no_folder(config.model)
         address = check_bind_address(str(config.address), insecure=config.insecure)
         self.state = config.state.make()
         private_folder(self.state.root / "run")
-        private_folder(Path(str(config.weights_dir)))
+        private_folder(Path(str(config.weights_dir)), "weights_dir")
         lock: FileLock | None = None
         if address.path:
-            Path(address.path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(Path(address.path).parent, "address")
             lock = self.state.lock(address)
             remove_socket_files(address)
         self.context = Context()

@@ -340,7 +340,9 @@ def _serve(config: HostConfig, peer: Peer) -> int:
             torch.set_num_threads(config.threads)
         engine = _factory(config.engine)(**config.engine_arguments)
     except Exception as error:
-        log.exception("the engine cannot be loaded")
+        # A refusal says all in itself; only what nobody foresaw needs its traceback.
+        if not hasattr(error, "what"):
+            log.exception("the engine cannot be loaded")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
         return EXIT_LOAD_FAILED
     try:

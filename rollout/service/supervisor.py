@@ -117,7 +117,8 @@ class Supervisor:
             limit=cause.limit if cause else None,
             remedy="submit the request again; the service starts a new engine host",
         )
-        log.error("%s", error.what)
+        if self.was_ready or cause is None:
+            log.error("%s", error.what)
         self._admission.ready = False
         self._requests.fail_submitted(error)
         self._calls.fail_all(error)

@@ -61,7 +61,7 @@ def parse_address(text: str) -> Address:
                 field="address",
                 value=text,
                 limit=f"a local socket's path holds {room} bytes here",
-                remedy="choose a shorter --address, for example below /tmp, or set ARENO_STATE_DIR to a short path",
+                remedy="choose a shorter address, for example below /tmp, or set ARENO_STATE_DIR to a short path",
             )
         return Address(text=text, scheme="ipc", path=rest)
     if separator and scheme == "tcp":
@@ -73,7 +73,7 @@ def parse_address(text: str) -> Address:
         field="address",
         value=text,
         limit="known forms: ipc:///absolute/path, tcp://host:port",
-        remedy="leave --address out to use a local socket in the state folder",
+        remedy="leave address out to use the local socket in the state folder",
     )
 
 
@@ -98,7 +98,7 @@ def check_bind_address(text: str, *, insecure: bool) -> Address:
             field="address",
             value=text,
             limit="connections are not encrypted, so only local ones are taken",
-            remedy="use ipc://, or tcp://127.0.0.1:PORT with --insecure behind an ssh tunnel",
+            remedy="use ipc://, or tcp://127.0.0.1:PORT with insecure=True (--insecure) behind an ssh tunnel",
         )
     if not insecure:
         raise InsecureAddress(
@@ -106,7 +106,7 @@ def check_bind_address(text: str, *, insecure: bool) -> Address:
             field="address",
             value=text,
             limit="every local user could read and send on it",
-            remedy="use ipc://, or accept the risk with --insecure",
+            remedy="use ipc://, or accept the risk with insecure=True (--insecure)",
         )
     warnings.warn(f"{text} is TCP without encryption: every user of this machine can use the service", stacklevel=2)
     return address

@@ -118,13 +118,13 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
                 field="address",
                 value=address,
                 limit="one service owns an address",
-                remedy="stop the other one or choose another --address",
+                remedy="stop the other one or choose another address",
             ) from None
         raise AddressInUse(
             f"address {address} cannot be bound: {error}",
             field="address",
             value=address,
-            remedy="choose another --address, or check its folder's rights",
+            remedy="choose another address, or check its folder's rights",
         ) from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 

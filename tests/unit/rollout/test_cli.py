@@ -1,0 +1,47 @@
+"""The command line names its own flags, refuses before a process is started, and cuts no path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollout.cli import app
+from rollout.config import default_threads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "fp16"], "--dtype='fp16' is not allowed; known: float32, bfloat16; leave --dtype out"),
+        (["--device", "cuda"], "--device='cuda' is not allowed"),
+        (["--max-rows", "0"], "--max-rows=0 is not allowed; an integer from 1 to 4096; set --max-rows within it"),
+        (["--seed", "-1"], "--seed=-1 is not allowed"),
+        (["--lease-s", "-1"], "--lease-s=-1.0 is refused"),
+        (["--weights-dir", "/proc/nothing"], "folder /proc/nothing cannot be made"),
+        (["--state-dir", "/dev/null/below"], "folder /dev/null/below cannot be made"),
+    ],
+)
+def test_a_wrong_option_is_one_line_with_its_flag(tmp_path: Path, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--state-dir", str(tmp_path / "state"), *arguments])
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1
+    assert words in result.output
+
+
+def test_a_name_of_a_model_is_told_to_be_a_folder_and_how_to_get_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", "owner/name", "--state-dir", str(tmp_path / "state")])
+    assert "is not a folder" in result.output and "--local-dir" in result.output
+
+
+def test_help_shows_the_defaults_that_apply() -> None:
+    text = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output.split())
+    assert f"half of the usable cores: {default_threads()} here" in text
+    assert "Requests that decode at the same time. [default: (64)]" in text
+
+
+def test_check_cuts_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tmp_path / ("long" * 30)
+    monkeypatch.setenv("ARENO_STATE_DIR", str(state))
+    assert str(state) in CliRunner().invoke(app, ["check"], env={"COLUMNS": "80"}).output
