@@ -7,6 +7,7 @@ validates them. The engine class can be replaced only through a JSON file, which
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -98,7 +99,7 @@ class ServiceConfig:
         for name in ("lease_s", "flush_interval_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise _refuse(name, value, "a finite number of seconds")
+                raise _refuse(name, value, "0.2 seconds or more" if name == "lease_s" else "zero or a positive, finite number of seconds")
         if self.lease_s < 0.2:
             raise _refuse("lease_s", self.lease_s, "0.2 seconds or more")
         for name, low in (
@@ -148,12 +149,13 @@ class ServiceConfig:
         known = [item.name for item in dataclasses.fields(cls)]
         unknown = [name for name in fields if name not in known]
         if unknown:
+            close = difflib.get_close_matches(unknown[0], known, 1)
             raise InvalidConfig(
                 f"unknown option {unknown[0]!r}",
                 field=unknown[0],
                 value=unknown[0],
                 limit=f"known: {', '.join(known)}",
-                remedy="correct or remove it",
+                remedy=f"did you mean {close[0]}?" if close else "correct or remove it",
             )
         if "model" not in fields:
             raise _refuse("model", None, "a path of a model folder")

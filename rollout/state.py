@@ -177,7 +177,7 @@ class StateFolder:
                 f"{len(running)} services run",
                 field="address",
                 limit=f"addresses: {', '.join(service.address for service in running)}",
-                remedy="name one: rollout.connect(address)",
+                remedy="name one as the address: rollout.connect(address), or --address",
             )
         raise NoService(
             f"no running service is announced in {self.root}",

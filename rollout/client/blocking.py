@@ -94,6 +94,9 @@ class Client:
         self._connection = connection
         self.aio = AsyncClient(connection)
 
+    def __repr__(self) -> str:
+        return f"Client({self.address!r}, {self._connection.state})"
+
     @property
     def address(self) -> str:
         """The service's address."""

@@ -102,6 +102,9 @@ class AsyncClient:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.address!r}, {self._connection.state})"
+
     @property
     def address(self) -> str:
         """The service's address."""

@@ -90,6 +90,13 @@ class Connection:
         return self._io.connected
 
     @property
+    def state(self) -> str:
+        """connected, silent, stopped or closed, for logs."""
+        if self._io.closed is not None or os.getpid() != self._pid:
+            return "closed"
+        return self._io.state
+
+    @property
     def session(self) -> str | None:
         """The session's id in hex, for logs."""
         welcome = self._io.welcome

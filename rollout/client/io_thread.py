@@ -90,6 +90,13 @@ class IoThread:
 
     # Any thread
 
+    @property
+    def state(self) -> str:
+        """connecting, connected, silent (past the time-out) or stopped (the service said so)."""
+        if self._stopped is not None:
+            return "stopped"
+        return "silent" if self._silent else "connected" if self.connected.done else "connecting"
+
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the I/O thread soon."""
         self._commands.append(command)

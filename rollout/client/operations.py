@@ -94,7 +94,8 @@ def _cancelled(packet: Packet) -> CancelResult:
 
 def cancel(request_id: bytes) -> Operation[CancelResult]:
     """End a generation."""
-    return Operation(op=Op.CANCEL, read=_cancelled, fields={"target": checked_request_id(request_id)})
+    target = checked_request_id(request_id, "pass the request_id of a stream, or the one that was given to generate")
+    return Operation(op=Op.CANCEL, read=_cancelled, fields={"target": target})
 
 
 def _score(packet: Packet) -> Score:

@@ -6,6 +6,7 @@ all clients get the same answers.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -127,16 +128,23 @@ class Prepared:
     arrays: Arrays
 
 
-def _not_ids(name: str, value: object, what: str) -> InvalidRequest:
+def _not_ids(name: str, value: object, what: str, remedy: str | None = None) -> InvalidRequest:
     return InvalidRequest(
-        what, field=name, value=value, limit="token ids are integers in one dimension", remedy=f"pass {name} as a list of ints or an array"
+        what,
+        field=name,
+        value=value,
+        limit="token ids are integers in one dimension",
+        remedy=remedy or f"pass {name} as a list of ints or an array",
     )
 
 
 def id_array(name: str, value: Ids) -> np.ndarray:
     """Return ids as int32, or int64 where they need it. Raises: InvalidRequest."""
     if isinstance(value, (str, bytes)):
-        raise _not_ids(name, type(value).__name__, f"{name} is text; generate takes token ids")
+        remedy = f"pass {name}=client.tokenizer().encode(text).ids"
+        raise _not_ids(name, type(value).__name__, f"{name} is text; the model takes token ids", remedy)
+    if hasattr(value, "ids") and hasattr(value, "tokens"):
+        raise _not_ids(name, type(value).__name__, f"{name} is a tokenizer's {type(value).__name__}", f"pass its ids: {name}=encoding.ids")
     if not isinstance(value, np.ndarray):
         if hasattr(value, "__array__"):
             value = np.asarray(value)
@@ -159,7 +167,7 @@ def id_array(name: str, value: Ids) -> np.ndarray:
     return ids.astype(np.int32) if small else ids
 
 
-def checked_request_id(value: object) -> bytes:
+def checked_request_id(value: object, remedy: str = "leave it out, or pass secrets.token_bytes(16)") -> bytes:
     """Return a request id. Raises: InvalidRequest."""
     if not isinstance(value, bytes) or len(value) != SECRET_BYTES or not any(value):
         raise InvalidRequest(
@@ -167,7 +175,7 @@ def checked_request_id(value: object) -> bytes:
             field="request_id",
             value=value,
             limit="16 bytes, not all zero",
-            remedy="leave it out, or pass secrets.token_bytes(16)",
+            remedy=remedy,
         )
     return value
 
@@ -201,6 +209,41 @@ def _biases(value: object) -> dict[str, np.ndarray]:
     return {"bias_ids": ids, "bias_values": values}
 
 
+# Names that other libraries use, and what they are here.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_ids",
+    "eos_token_id": "stop_ids",
+    "timeout": "deadline_s",
+    "timeout_s": "deadline_s",
+}
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    if name in ("n", "num_return_sequences", "best_of"):
+        return "several continuations of one prompt come from generate_group(prompt_ids, n)"
+    if name == "do_sample":
+        return "temperature=0 is greedy, any other samples"
+    close = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"leave {name} out"
+
+
+def _checked_seed(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not 0 <= value < 2**64:
+        raise InvalidRequest(
+            f"seed={value!r} is refused",
+            field="seed",
+            value=value,
+            limit="a seed is an integer from 0 to 2**64 - 1",
+            remedy="pass one of these, or leave seed out to have one drawn",
+        )
+
+
 def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str]) -> tuple[dict[str, object], dict[str, np.ndarray]]:
     """Return the fields and arrays of a message. Raises: InvalidRequest; an unknown option lists the known ones."""
     unknown = [name for name in options if name not in known]
@@ -210,8 +253,9 @@ def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str
             field=unknown[0],
             value=unknown[0],
             limit=f"known: {', '.join(known)}",
-            remedy=f"leave {unknown[0]} out",
+            remedy=_meant(unknown[0], known),
         )
+    _checked_seed(options.get("seed"))
     given = dict(options)
     arrays: dict[str, np.ndarray] = {"prompt_ids": id_array("prompt_ids", prompt_ids)}
     for name in ("stop_ids", "forced_ids"):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SHOWN_IDS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
@@ -32,7 +34,7 @@ class PromptScore:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Generation:
     """A finished request.
 
@@ -62,6 +64,11 @@ class Generation:
     prompt_logprobs: PromptScore | None = None
     text: str | None = None
     kv_rebuilt_at: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(str(one) for one in self.ids[:SHOWN_IDS].tolist()) + (", ..." if self.ids.size > SHOWN_IDS else "")
+        versions = sorted({int(one) for one in self.versions})
+        return f"Generation({self.finish_reason.kind}, {self.ids.size} ids [{shown}], versions {versions}, seed {self.seed})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -107,3 +107,33 @@ def test_request_ids_of_a_group_are_one_for_each_member(ids: Any) -> None:
         prepare_group([1], 2, {"request_ids": ids})
     with pytest.raises(InvalidRequest, match=r"known: max_new_tokens, .*request_ids"):
         prepare_group([1], 2, {"request_id": bytes(16)})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_tokens", "did you mean max_new_tokens"),
+        ("temprature", "did you mean temperature"),
+        ("n", "generate_group"),
+        ("zzzz", "leave zzzz out"),
+    ],
+)
+def test_an_unknown_option_is_told_what_it_may_mean(name: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        prepare([1], {name: 1})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True])
+def test_a_seed_out_of_its_range_is_told_the_range(seed: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"from 0 to 2\*\*64 - 1"):
+        prepare([1], {"seed": seed})
+
+
+def test_text_and_a_tokenizers_encoding_are_told_how_they_become_ids() -> None:
+    class Encoding:
+        ids, tokens = (1,), ("a",)
+
+    with pytest.raises(InvalidRequest, match=r"client\.tokenizer\(\)\.encode\(text\)\.ids"):
+        prepare("hello", {})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"encoding\.ids"):
+        prepare(Encoding(), {})  # type: ignore[arg-type]
