@@ -210,21 +210,24 @@ class Engine:
         """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest."""
         sampling = SamplingParams(temperature=temperature)
         array = check_ids("ids", ids, self.info.vocab_size)
+        self._check_scorable("ids", array)
         if array.size < 2:
             raise InvalidRequest(
                 "ids holds one id", field="ids", value=1, limit="at least two are needed", remedy="score a sequence with a context"
             )
-        if array.size > self.info.max_model_len:
-            raise RequestTooLong(
-                f"ids holds {array.size} ids",
-                field="ids",
-                value=int(array.size),
-                limit=f"the context holds {self.info.max_model_len}",
-                remedy="score a shorter sequence",
-            )
         with torch.inference_mode():
             tempered, raw = self._forward.score(array, sampling.temperature)
         return Score(token_logprobs=tempered.numpy().copy(), raw_logprobs=raw.numpy().copy(), version=self.version)
+
+    def _check_scorable(self, name: str, ids: np.ndarray) -> None:
+        if ids.size > self.info.max_model_len:
+            raise RequestTooLong(
+                f"{name} holds {ids.size} ids",
+                field=name,
+                value=int(ids.size),
+                limit=f"the context holds {self.info.max_model_len}",
+                remedy="score a shorter sequence",
+            )
 
     def begin_update(self, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool = False) -> None:
         """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch."""
@@ -260,7 +263,7 @@ class Engine:
         started = time.perf_counter()
         self._update = None
         for canary in canaries:
-            check_ids("canary.ids", canary.ids, self.info.vocab_size)
+            self._check_scorable("canary.ids", check_ids("canary.ids", canary.ids, self.info.vocab_size))
         with torch.inference_mode():
             update.verify(digests)
             verified = time.perf_counter()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from areno.errors import ManifestMismatch
 from areno.weights.names import SOURCE_DTYPES, ParameterTable, TensorSpec, canonical_name, dtype_name, list_names, nearest_name
 
+SUGGESTIONS = 3
 SOURCE_NAMES = tuple(dtype_name(dtype) for dtype in SOURCE_DTYPES)
 OLD_SERVE_ON = "the old weights serve on"
 
@@ -34,7 +35,9 @@ def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *,
         canonical = canonical_name(name)
         known = table.views.get(table.tied.get(canonical, canonical))
         if known is None:
-            blame(name, f"unknown: {name} ({nearest_name(canonical, table.views)})")
+            # A search over all names is dear, and a forgotten prefix makes every name unknown.
+            hint = f" ({nearest_name(canonical, table.views)})" if len(problems) < SUGGESTIONS else ""
+            blame(name, f"unknown: {name}{hint}")
         elif canonical in specs:
             blame(name, f"offered twice: {canonical}, as {given[canonical]} and as {name}")
         elif tuple(spec.shape) != tuple(known.shape):

@@ -236,7 +236,7 @@ class IoThread:
         return (self._silent or self._stopped is not None) and missing_socket(self.address) is not None
 
     def _fail(self, verdict: Callable[[Pending], RolloutError | None]) -> None:
-        everything: list[Pending] = [self.connected, *(call for call, _ in self._calls.values()), *self.streams.values()]
+        everything: list[Pending] = [self.connected, *(call for call, _ in list(self._calls.values())), *list(self.streams.values())]
         for pending in everything:
             error = verdict(pending) if not pending.done else None
             if error is not None:
@@ -392,15 +392,17 @@ class IoThread:
     def _resend_calls(self, link: _Link) -> None:
         """Send open calls of this socket again: data calls are idempotent, the front ignores a control call that is open there."""
         queued = {id(frames) for frames in (*link.queue, *self._waiting_for_control)}
-        for call, control in self._calls.values():
+        for call, control in list(self._calls.values()):
             if control == (link is self._control) and id(call.frames) not in queued:
                 self._send_now(link, call.frames)
 
     def _resume_streams(self) -> None:
         """Continue every stream on the new connection: from its own position, or by its idempotent request."""
         queued = {id(frames) for frames in self._data.queue}
-        begun = [record for record in self.streams.values() if record.length]
-        for record in self.streams.values():
+        # A copy in one go: callers add streams from their own threads meanwhile.
+        records = list(self.streams.values())
+        begun = [record for record in records if record.length]
+        for record in records:
             if not record.length and id(record.frames) not in queued:
                 # The members of a group share one message, which goes once.
                 queued.add(id(record.frames))

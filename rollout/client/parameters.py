@@ -281,7 +281,7 @@ def _prepared(
         request_id=request_id,
         members=tuple(members),
         prompt_ids=arrays["prompt_ids"].astype(np.int32, copy=False),
-        wants=Wants(logprobs=fields.get("logprobs", True) is not False, kept_ids=fields.get("return_kept_ids", False) is True),
+        wants=Wants(logprobs=bool(fields.get("logprobs", True)), kept_ids=fields.get("return_kept_ids", False) is True),
         fields=fields,
         arrays=arrays,
     )

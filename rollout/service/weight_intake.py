@@ -141,15 +141,25 @@ class WeightIntake:
     def _stage(self, fd: int, path: str, size: int, xxh3: str | None) -> Generator[None, None, None]:
         if xxh3 is not None:
             yield from self._check_hash(fd, path, size, xxh3)
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
+        # Read, not mapped: a mapped file that its writer truncates ends the process that touches it.
+        content, at = bytearray(size), 0
+        while at < size:
+            count = os.preadv(fd, [memoryview(content)[at : at + HASH_PIECE_BYTES]], at)
+            if not count:
+                raise _refused(path, f"it ended at byte {at} of {size}")
+            at += count
+            yield
         try:
-            with safe_open(f"/proc/self/fd/{fd}", framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-                    self._engine.stage(name, file.get_tensor(name))
-                    yield
+            tensors = load(bytes(content))
         except SafetensorError as error:
             raise _refused(path, f"it is no whole safetensors file: {error}", "write it with safetensors, then rename it") from None
+        del content
+        for name, tensor in tensors.items():
+            self._engine.stage(name, tensor)
+            yield
 
     def _check_hash(self, fd: int, path: str, size: int, xxh3: str) -> Generator[None, None, None]:
         digest, at = xxhash.xxh3_64(), 0

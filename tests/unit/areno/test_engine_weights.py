@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno import Canary, Engine, FinishKind, TensorSpec, WeightUpdateError
+from areno import Canary, Engine, FinishKind, RequestTooLong, TensorSpec, WeightUpdateError
 from areno.errors import CanaryMismatch, DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
 from areno.kv.prefix import expand_spans
 from areno.weights.digest import digest
@@ -262,3 +262,14 @@ def test_cancels_and_updates_at_random_moments_keep_every_promise(
             assert _keep_gap(models, prompt, output) < 1e-4
         else:
             assert output.end.reason.kind is FinishKind.CANCELLED
+
+
+def test_a_canary_that_cannot_be_scored_is_refused_before_anything_is_swapped(folders: list[Path], tensors: list[Tensors]) -> None:
+    engine = make_engine(folders[0], max_model_len=32)
+    before = engine.digests()
+    long = Canary(ids=np.arange(3, 53), expected_logprobs=np.full(49, -1.0, dtype=np.float32))
+    with pytest.raises(RequestTooLong, match="context holds 32"):
+        _push(engine, tensors[1], 1, canaries=[long])
+    assert engine.version == 0 and engine.digests() == before
+    _push(engine, tensors[1], 1)
+    assert engine.version == 1
