@@ -2,7 +2,7 @@
 
     <state>/services/<name>.json     announcement of a running service: address, lock, pid, incarnation, model
     <state>/services/<name>.lock     held (flock) while a tcp service runs; the kernel drops it with the process
-    <socket>.lock                    the same for a local socket, beside it, so that two state folders cannot share one
+    <socket>.lock                    the same for a local socket, beside it, so that two state folders cannot share one; gone at a clean end
     <state>/versions.json            the next weight version; numbers only grow, across restarts
     <state>/run/                     local sockets, mode 0700
     <state>/weights/                 the default weights folder
@@ -76,18 +76,32 @@ class FileLock:
 
     def acquire(self, *, blocking: bool = False) -> bool:
         """Take the lock; False if another process holds it. Blocks: only if asked."""
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-        except BlockingIOError:
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            if self._is_current(fd):
+                self._fd = fd
+                return True
             os.close(fd)
-            return False
-        self._fd = fd
-        return True
 
-    def release(self) -> None:
-        """Drop the lock; idempotent."""
+    def _is_current(self, fd: int) -> bool:
+        """Whether the path still names this file; its last holder may have removed it between our open and our lock."""
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(fd))
+
+    def release(self, *, remove: bool = False) -> None:
+        """Drop the lock, and the file too if asked; idempotent."""
         if self._fd is not None:
+            if remove:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
             os.close(self._fd)
             self._fd = None
 

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import psutil
+
 from rollout.client.blocking import Client, connect
 from rollout.config import ServiceConfig
 from rollout.errors import HostFailed, InvalidConfig, error_from_fields
+from rollout.state import StateFolder
 
 STOP_WAIT_S = 10.0
 LOG_TAIL_BYTES = 2000
+FOLDER_PREFIX = "areno-"
+OWNER_FILE = "owner.json"
+
+
+def sweep_folders(parent: Path) -> None:
+    """Remove the folders of local services whose owner was killed; one without an owner's name, or of another user, stays."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            owner = json.loads((folder / OWNER_FILE).read_text())
+            if not _is_alive(int(owner["pid"]), float(owner["started"])) and not StateFolder(folder).running():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int, started: float) -> bool:
+    """Whether this process still runs; the start tells it from a later one with the same number."""
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
 
 
 class LocalService:
@@ -45,7 +73,9 @@ class LocalService:
 
     def start(self) -> Client:
         """Start the service and connect. Blocks: until the engine is loaded. Raises: what the service refuses, HostFailed."""
-        self._folder = Path(tempfile.mkdtemp(prefix="areno-"))
+        sweep_folders(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        (self._folder / OWNER_FILE).write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}))
         try:
             config = ServiceConfig.from_fields({"state_dir": str(self._folder), **self._options, "watch_parent": True})
             path = self._folder / "config.json"

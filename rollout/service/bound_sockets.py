@@ -65,11 +65,11 @@ class BoundSockets:
         )
 
     def close(self) -> None:
-        """Close the sockets and remove every file but the lock's, whose removal would race with its next owner."""
+        """Close the sockets and remove every file, the lock's last and while it is held."""
         for router in self.routers.values():
             router.close()
         self.context.close()
         remove_socket_files(self.address)
         with contextlib.suppress(FileNotFoundError):
             self.state.announcement_path(self.address.text).unlink()
-        self.lock.release()
+        self.lock.release(remove=True)

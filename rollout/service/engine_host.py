@@ -329,7 +329,7 @@ def remove_leftovers(config: HostConfig) -> None:
     for path in [*config.own_files, *(config.service_files if alone else [])]:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    lock.release()
+    lock.release(remove=alone)
 
 
 def _serve(config: HostConfig, peer: Peer) -> int:

@@ -78,3 +78,14 @@ def test_versions_only_grow_also_across_processes(tmp_path: Path) -> None:
     numbers.append(folder.next_version())
     assert sorted(numbers) == [0, 1, 2, 3, 4]
     assert numbers[-1] == 4
+
+
+def test_a_lock_that_is_removed_with_its_release_can_be_taken_again_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "one.lock"
+    first, second = FileLock(path), FileLock(path)
+    assert first.acquire() and not second.acquire()
+    first.release(remove=True)
+    assert not path.exists()
+    assert second.acquire() and not first.acquire()
+    second.release(remove=True)
+    assert not path.exists()
