@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -125,13 +126,16 @@ class ServiceConfig:
     def resolved(self) -> ServiceConfig:
         """Return the config with address, threads, state folder and weights folder filled in."""
         state = self.state
+        address = self.address or state.default_address()
+        # One folder for each service: pushes remove their own old files.
+        weights = state.root / "weights" / hashlib.sha256(address.encode()).hexdigest()[:16]
         return dataclasses.replace(
             self,
             model=str(Path(self.model).absolute()),
             threads=self.threads or default_threads(),
             state_dir=str(state.root),
-            address=self.address or state.default_address(),
-            weights_dir=str(Path(self.weights_dir).absolute() if self.weights_dir else state.root / "weights"),
+            address=address,
+            weights_dir=str(Path(self.weights_dir).absolute() if self.weights_dir else weights),
         )
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     <socket>.lock                    the same for a local socket, beside it, so that two state folders cannot share one; gone at a clean end
     <state>/versions.json            the next weight version; numbers only grow, across restarts
     <state>/run/                     local sockets, mode 0700
-    <state>/weights/                 the default weights folder
+    <state>/weights/<address>/       the default weights folder, one for each address
 
 `ARENO_STATE_DIR` overrides the place. Invariant: an announcement whose lock is free is stale and is ignored.
 """
@@ -52,7 +52,7 @@ def make_folder(path: Path, option: str) -> Path:
 
 
 def private_folder(path: Path, option: str = "state_dir") -> Path:
-    """Make a folder that only its owner may enter, or check that it is one. Raises: InvalidConfig."""
+    """Make a folder that only its owner may enter, or check that it is one; rights are never changed. Raises: InvalidConfig."""
     found = make_folder(path, option).lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise InvalidConfig(
@@ -63,7 +63,13 @@ def private_folder(path: Path, option: str = "state_dir") -> Path:
             remedy=f"remove it, or set {option} to another folder",
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
-        path.chmod(0o700)
+        raise InvalidConfig(
+            f"{path} may be entered by others (mode {stat.S_IMODE(found.st_mode):o})",
+            field=option,
+            value=str(path),
+            limit="sockets and weights live in a folder that only their owner may enter",
+            remedy=f"set {option} to a folder of its own, or chmod 700 this one if it is nobody else's",
+        )
     return path
 
 
@@ -228,7 +234,15 @@ def socket_files(address: Address) -> list[Path]:
 
 
 def remove_socket_files(address: Address) -> None:
-    """Remove what a dead service left at an address; the caller holds the address's lock."""
+    """Remove what a dead service left at an address; the caller holds the address's lock. Raises: InvalidConfig."""
     for path in socket_files(address):
         with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise InvalidConfig(
+                    f"{path} is there and is no socket",
+                    field="address",
+                    value=address.text,
+                    limit="only a socket that a dead service left is replaced",
+                    remedy="name a path that is free",
+                )
             path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -242,9 +243,10 @@ def test_tcp_on_loopback_works_with_insecure_only(tmp_path: Path) -> None:
 
 
 def test_a_socket_file_left_by_a_dead_service_is_replaced(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    (state / "run").mkdir(parents=True, mode=0o700)
-    (state / "run" / "service").write_bytes(b"")
+    state = StateFolder(tmp_path / "state").make().root
+    (state / "run").mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(state / "run" / "service"))
     with fake_service(tmp_path, state_dir=str(state)) as client:
         assert client.info().health == "ready"
 

@@ -56,5 +56,7 @@ def test_an_engine_without_threads_of_its_own_leaves_half_of_the_cores_to_a_trai
 def test_paths_are_filled_in_from_the_state_folder(tmp_path: Any) -> None:
     config = ServiceConfig(model="m", state_dir=str(tmp_path)).resolved()
     assert config.address == f"ipc://{tmp_path}/run/service"
-    assert config.weights_dir == f"{tmp_path}/weights"
+    assert str(config.weights_dir).startswith(f"{tmp_path}/weights/")
+    other = ServiceConfig(model="m", state_dir=str(tmp_path), address=f"ipc://{tmp_path}/other").resolved()
+    assert other.weights_dir != config.weights_dir, "two services never share a weights folder by default"
     assert config.model.startswith("/")

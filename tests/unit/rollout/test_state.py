@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import AddressInUse, InvalidConfig, NoService
-from rollout.state import Announcement, FileLock, StateFolder, default_state_dir, private_folder
+from rollout.state import Announcement, FileLock, StateFolder, default_state_dir, private_folder, remove_socket_files
 from rollout.wire.security import parse_address
 
 
@@ -24,8 +24,11 @@ def announce(folder: StateFolder, name: str) -> FileLock:
 def test_folders_are_private_and_a_link_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
-    private_folder(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(InvalidConfig, match="may be entered by others"):
+        private_folder(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755, "rights that somebody set are left alone"
+    made = private_folder(tmp_path / "made")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(InvalidConfig, match="not a folder of this user"):
         private_folder(tmp_path / "link")
@@ -89,3 +92,11 @@ def test_a_lock_that_is_removed_with_its_release_can_be_taken_again_and_leaves_n
     assert second.acquire() and not first.acquire()
     second.release(remove=True)
     assert not path.exists()
+
+
+def test_an_ordinary_file_at_an_address_is_never_removed(tmp_path: Path) -> None:
+    address = parse_address(f"ipc://{tmp_path}/notes.txt")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidConfig, match="is no socket"):
+        remove_socket_files(address)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
