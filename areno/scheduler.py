@@ -143,11 +143,12 @@ class Scheduler:
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
         # A copy may read what eviction has just freed and handed out again: copies first, into pages they fill whole.
-        fresh = np.setdiff1d(self._residency.pool.take_fresh(), _pages(copies, "target"))
+        filled = {copy.target for copy in copies}
+        fresh = [page for page in self._residency.pool.take_fresh() if page not in filled]
         if copies:
             commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
-        if fresh.size:
-            commands.append(ClearPages(pages=fresh))
+        if fresh:
+            commands.append(ClearPages(pages=np.array(fresh, dtype=np.int64)))
         commands.extend(launch for launch in (prefill, decode) if launch is not None)
         return commands
 

@@ -45,9 +45,9 @@ class PagePool:
         self._fresh.extend(pages)
         return pages
 
-    def take_fresh(self) -> np.ndarray:
-        """Return the pages handed out since the last call; what earlier owners left in them is still there."""
-        fresh, self._fresh = np.unique(np.array(self._fresh, dtype=np.int64)), []
+    def take_fresh(self) -> list[int]:
+        """Return the pages handed out since the last call, each once; what earlier owners left in them is still there."""
+        fresh, self._fresh = sorted(set(self._fresh)), []
         return fresh
 
     def hold(self, page: int) -> None:
