@@ -18,6 +18,7 @@ import numpy as np
 
 from rollout.agent.controls import ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
+from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
 from rollout.tokenizer_files import tokenizer_digest
 
 Message = Mapping[str, Any]
@@ -117,7 +118,8 @@ class ChatFormat:
     ) -> np.ndarray:
         """Return the ids of a rendered conversation, int32 [n]. Raises: ChatFormatError, UntrustedControlToken."""
         placeholders = self.placeholders()
-        text = self.render(self.mark(messages, placeholders), tools=placeholders.mark(tools), add_generation_prompt=add_generation_prompt)
+        marked, marked_tools = self.mark(messages, placeholders), placeholders.mark(_clean(tools))
+        text = self.render_marked(marked, placeholders, tools=marked_tools, add_generation_prompt=add_generation_prompt)
         return self.encode_rendered(text, placeholders)
 
     def rendered_ids(self, text: str) -> np.ndarray:
@@ -143,7 +145,11 @@ class ChatFormat:
 
     def _marked(self, message: Message, placeholders: Placeholders) -> dict[str, Any]:
         clean = _clean(message)
-        return clean if clean.get("role") in self.trusted_roles else placeholders.mark(clean)
+        return clean if self._trusts(clean) else placeholders.mark(clean)
+
+    def _trusts(self, message: Message) -> bool:
+        role = message.get("role")
+        return isinstance(role, str) and role in self.trusted_roles
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
         """Return a conversation as the template writes it. Raises: ChatFormatError."""
@@ -166,6 +172,29 @@ class ChatFormat:
                 value=roles,
                 remedy="use roles and an order that this model's template knows",
             ) from error
+
+    def render_marked(
+        self, messages: Sequence[Message], placeholders: Placeholders, *, tools: Any = None, add_generation_prompt: bool = True
+    ) -> str:
+        """Return marked messages as the template writes them, with control texts hidden that untrusted strings spell together.
+
+        Raises: ChatFormatError, UntrustedControlToken.
+        """
+        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        renderings: list[str] = []
+        for keep_words in (False, True):
+            stand_ins = StandIns(self._controls.contents, keep_words=keep_words)
+            copies = [message if self._trusts(message) else stand_ins.of(message) for message in messages]
+            try:
+                marked = self.render(copies, tools=stand_ins.of(tools), add_generation_prompt=add_generation_prompt)
+            except ChatFormatError:
+                continue  # the template takes the messages only as they are
+            untrusted = untrusted_places(text, marked, stand_ins.mark)
+            if untrusted is not None:
+                return hide_joined(text, marked, untrusted, self._controls, placeholders)
+            renderings.append(marked)
+        refuse_unless_same(text, renderings, self._controls)
+        return text
 
     def encode_rendered(self, text: str, placeholders: Placeholders) -> np.ndarray:
         """Return the ids of text rendered from marked messages, int32 [n]. Raises: UntrustedControlToken."""
@@ -190,7 +219,7 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):
-        return {key: _clean(item) for key, item in value.items()}
+        return {_clean(key): _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_clean(item) for item in value]
     return value

@@ -1,7 +1,8 @@
 """Control tokens in text that must stay text.
 
 A tool result that spells `<|im_end|>` must never end a turn. Before a template renders, every control token's text inside
-untrusted strings is swapped for a placeholder that no one can guess; after rendering, the stretch between the template's own
+untrusted strings is swapped for a placeholder that no one can guess, and after it every one that strings only spell together
+(`provenance.py`); then the stretch between the template's own
 control tokens that holds a placeholder is encoded with control tokens off, and everything else exactly as the tokenizer does.
 Text without such a spelling is never treated apart. One `ControlText` belongs to one tokenizer and is shared; the
 placeholders belong to one conversation.
@@ -40,7 +41,8 @@ class Placeholders:
         """Return the name that stands for sampled reply `number`."""
         return self._name(1, number)
 
-    def _hide(self, text: str) -> str:
+    def hide(self, text: str) -> str:
+        """Return the placeholder that stands for `text`."""
         name = self._names.get(text)
         if name is None:
             name = self._names[text] = self._name(2, len(self._texts))
@@ -50,8 +52,8 @@ class Placeholders:
     def mark(self, value: Any) -> Any:
         """Return `value` (a string, or lists and dicts of them) with every control token's text hidden."""
         if isinstance(value, str):
-            marked = self._controls.pattern.sub(lambda match: self._hide(match.group()), value)
-            return self._hide(value) if self._controls.yields_controls(marked) else marked
+            marked = self._controls.pattern.sub(lambda match: self.hide(match.group()), value)
+            return self.hide(value) if self._controls.yields_controls(marked) else marked
         if isinstance(value, dict):
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -74,7 +76,7 @@ class ControlText:
     Every added token counts as control, special or not: `<tool_call>` and `<think>` are as binding as the end of a turn.
     """
 
-    __slots__ = ("_full", "_lead", "_normalized", "_plain", "_strips", "ids", "pattern")
+    __slots__ = ("_full", "_lead", "_plain", "_strips", "contents", "ids", "normalizes", "pattern")
 
     def __init__(self, tokenizer: Any):
         from tokenizers import Tokenizer
@@ -82,11 +84,11 @@ class ControlText:
         self._full = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.ids = frozenset(added)
-        contents = sorted({token.content for token in added.values() if token.content}, key=lambda text: (-len(text), text))
-        self.pattern = re.compile("|".join(map(re.escape, contents)) if contents else "(?!)")
+        self.contents = sorted({token.content for token in added.values() if token.content}, key=lambda text: (-len(text), text))
+        self.pattern = re.compile("|".join(map(re.escape, self.contents)) if self.contents else "(?!)")
         self._strips = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
         description = json.loads(tokenizer.to_str())
-        self._normalized = description.get("normalizer") is not None and any(token.normalized for token in added.values())
+        self.normalizes = description.get("normalizer") is not None and any(token.normalized for token in added.values())
         description["added_tokens"] = []
         description["post_processor"] = None
         self._plain = Tokenizer.from_str(json.dumps(description))
@@ -103,7 +105,11 @@ class ControlText:
 
     def yields_controls(self, text: str) -> bool:
         """Return whether `text` becomes a control id only after normalisation, which the pattern cannot see."""
-        return self._normalized and not self.ids.isdisjoint(self._full.encode(text, add_special_tokens=False).ids)
+        return self.normalizes and bool(self.encoded_controls(text))
+
+    def encoded_controls(self, text: str) -> list[int]:
+        """Return the control ids that `text` encodes to, in order."""
+        return [i for i in self.encode_trusted(text) if i in self.ids]
 
     def encode_trusted(self, text: str) -> list[int]:
         """Return the ids of text that may hold control tokens; nothing is added at either end."""

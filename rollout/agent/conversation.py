@@ -94,7 +94,7 @@ class Conversation:
         return [self._shown(item) for item in value] if isinstance(value, list) else value
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._format.render(messages, tools=self._tools)
+        return self._format.render_marked(messages, self._placeholders, tools=self._tools)
 
     def _encode(self, text: str) -> np.ndarray:
         return self._format.encode_rendered(text, self._placeholders)
