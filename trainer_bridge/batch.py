@@ -21,6 +21,7 @@ from trainer_bridge.samples import TrainingSample
 
 DEFAULT_DDOF = 1
 DEFAULT_EPS = 1e-6
+MIN_RELATIVE_SPREAD = 4 * float(np.finfo(np.float64).eps)
 
 
 def group_advantages(
@@ -29,7 +30,7 @@ def group_advantages(
     """Return (reward - mean) / (std + eps) of each reward within its group, float64 [len(rewards)].
 
     `groups` names each reward's group, in any order. None marks a failed member: it counts in neither mean nor spread and
-    gets 0. Groups with one valid member, or whose rewards are all equal, get 0. `ddof` is the divisor's correction in the
+    gets 0. Groups with one valid member, or whose rewards are all equal (up to rounding), get 0. `ddof` is the divisor's correction in the
     standard deviation: 1 (sample) by default, 0 (population) on request.
     Raises: InvalidBatch.
     """
@@ -41,8 +42,10 @@ def group_advantages(
             limit=f"rewards has {len(rewards)}",
             remedy="name one group for each reward",
         )
-    if ddof not in (0, 1) or not eps >= 0:
-        raise InvalidBatch(f"ddof={ddof}, eps={eps}", field="ddof", value=ddof, limit="ddof is 0 or 1, eps >= 0", remedy="use the defaults")
+    if ddof not in (0, 1) or not 0 <= eps < math.inf:
+        raise InvalidBatch(
+            f"ddof={ddof}, eps={eps}", field="ddof", value=ddof, limit="ddof is 0 or 1, eps finite and >= 0", remedy="use the defaults"
+        )
     values = np.array([math.nan if reward is None else float(reward) for reward in rewards], np.float64)
     valid = np.array([reward is not None for reward in rewards], np.bool_)
     if not np.isfinite(values[valid]).all():
@@ -60,10 +63,21 @@ def group_advantages(
     advantages = np.zeros(len(values), np.float64)
     for members in places.values():
         group = values[members]
-        if len(members) > 1 and group.min() < group.max():
-            centred = group - group.mean()
-            advantages[members] = centred / (group.std(ddof=ddof) + eps)
+        if len(members) > 1:
+            advantages[members] = _normalised(group, ddof, eps)
     return advantages
+
+
+def _normalised(group: np.ndarray, ddof: int, eps: float) -> np.ndarray:
+    """Return (x - mean) / (std + eps), finite for all finite x; zeros where the spread is no more than rounding."""
+    # A power of two scales without rounding, so that sums and squares neither overflow nor vanish and no bit changes otherwise.
+    exponent = int(np.frexp(np.abs(group).max())[1])
+    scaled = np.ldexp(group, -exponent)
+    if scaled.max() - scaled.min() <= MIN_RELATIVE_SPREAD:
+        return np.zeros_like(group)
+    with np.errstate(over="ignore"):
+        scaled_eps = np.ldexp(np.float64(eps), -exponent)
+    return (scaled - scaled.mean()) / (scaled.std(ddof=ddof) + scaled_eps)
 
 
 def sample_advantages(samples: Sequence[TrainingSample], *, ddof: int = DEFAULT_DDOF, eps: float = DEFAULT_EPS) -> np.ndarray:

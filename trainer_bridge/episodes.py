@@ -58,8 +58,8 @@ def samples_of(
 ) -> list[TrainingSample]:
     """Return one sample for each row of an episode, all with its reward; a failed one without rows gives one empty sample.
 
-    A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how. Episodes that a limit
-    ended are truncated, not failed.
+    A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how, `info["code"]` is
+    the code of what was raised, if it had one. Episodes that a limit ended are truncated, not failed.
     Raises: InvalidSample.
     """
     status = _STATUS.get(str(result.status))
@@ -77,5 +77,8 @@ def samples_of(
     facts = dict(info or {})
     if status is SampleStatus.FAILED:
         facts["cause"], facts["error"] = _cause(result)
+        code = getattr(result.failure, "code", None)
+        if code is not None:
+            facts["code"] = str(code)
     rows = [TrainingSample.from_row(row, reward=reward, group_id=group_id, member=member, status=status, info=facts) for row in result.rows]
     return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]

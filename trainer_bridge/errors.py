@@ -9,7 +9,8 @@ Every error says what failed with the offending value, the limit or cause, and t
     ├── InvalidOption (ValueError)        option_invalid       an option of a source or a push
     ├── InvalidState (ValueError)         state_invalid        a state_dict that does not fit the source
     ├── RolloutShortfall (RuntimeError)   rollout_shortfall    fewer groups than asked for can be had
-    │   └── GroupShortfall                group_shortfall      a group with too few trainable members
+    │   ├── GroupShortfall                group_shortfall      a group with too few trainable members
+    │   └── ServiceOutage                 service_outage       the service stayed away for too long
     ├── SourceClosed (RuntimeError)       source_closed
     ├── VersionBehind (RuntimeError)      version_behind       tokens are newer than the trainer's own version
     └── PushError (RuntimeError)          push_failed
@@ -76,9 +77,31 @@ class RolloutShortfall(BridgeError, RuntimeError):
 
 
 class GroupShortfall(RolloutShortfall):
-    """Too few members of a group can be trained on. `cause` is their most frequent cause, `failures` counts them all."""
+    """Too few members of a group can be trained on. `cause` is their most frequent cause, `failures` counts them all.
+
+    `outage` is the service's code if it was the service that made the group fall short.
+    """
 
     code = "group_shortfall"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        cause: str,
+        failures: Mapping[str, int],
+        outage: str | None = None,
+        limit: str | None = None,
+        remedy: str | None = None,
+    ):
+        self.cause, self.outage = cause, outage
+        super().__init__(what, failures=failures, limit=limit, remedy=remedy)
+
+
+class ServiceOutage(RolloutShortfall):
+    """The service failed every group for too long. `cause` is the code it last failed with; every prompt stays queued."""
+
+    code = "service_outage"
 
     def __init__(self, what: str, *, cause: str, failures: Mapping[str, int], limit: str | None = None, remedy: str | None = None):
         self.cause = cause

@@ -3,6 +3,8 @@
     prompts -> [again, next] -> in flight (asyncio tasks) -> ready -> taken
                   ^------------- failed, or stale when taken ----'
 
+A group that the service failed by being away is no failure of its prompt: everything is held for a moment and tried again.
+
 `source.RolloutSource` owns one and calls it in its event loop's thread only; nothing here is locked. Invariant: every prompt
 drawn is in flight, ready, waiting to run again, or delivered.
 """
@@ -14,73 +16,17 @@ import concurrent.futures
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic
 
-from trainer_bridge.errors import GroupShortfall, InvalidOption, InvalidSample, InvalidState, RolloutShortfall, SourceClosed, VersionBehind
-from trainer_bridge.groups import GroupTask, P, RolloutGroup, derive_seed
+from trainer_bridge.errors import GroupShortfall, InvalidState, RolloutShortfall, ServiceOutage, SourceClosed, VersionBehind
+from trainer_bridge.groups import GroupTask, P, RolloutGroup, check_members, derive_seed
+from trainer_bridge.options import SourceOptions, SourceStats
+from trainer_bridge.outage import OUTAGE_CODES, OutageWatch, outage_code
 from trainer_bridge.prompts import PromptQueue
 from trainer_bridge.samples import TrainingSample, oldest_version
+from trainer_bridge.state import STATE_FORMAT, check_state
 
-STATE_FORMAT = 1
 VERSION_GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOptions:
-    """What bounds a source; see `RolloutSource`. Raises: InvalidOption."""
-
-    group_size: int
-    max_staleness: int
-    max_ahead: int
-    fresh_groups: int
-    min_valid_members: int
-    max_attempts: int
-    epochs: int | None
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value, least = getattr(self, name), 0 if name in ("max_staleness", "fresh_groups") else 1
-            if name == "epochs" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOption(
-                    f"{name}={value!r}", field=name, value=value, limit=f"an integer of at least {least}", remedy=f"raise {name}"
-                )
-        if self.fresh_groups > self.max_ahead:
-            raise InvalidOption(
-                f"fresh_groups={self.fresh_groups}",
-                field="fresh_groups",
-                value=self.fresh_groups,
-                limit=f"at most max_ahead={self.max_ahead}",
-                remedy="lower it",
-            )
-        if self.min_valid_members > self.group_size:
-            raise InvalidOption(
-                f"min_valid_members={self.min_valid_members}",
-                field="min_valid_members",
-                value=self.min_valid_members,
-                limit=f"at most group_size={self.group_size}",
-                remedy="lower it",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceStats:
-    """Counters since the source was made (`in_flight`, `ready` and `waiting` are of now).
-
-    `failures` counts failed groups and `failed_members` members without a trainable sample, both by cause: the code or type of
-    what was raised, or whose failure it was in which phase, as in `environment_step`. `last_errors` has the last text of each.
-    """
-
-    delivered: int
-    dropped_stale: int
-    in_flight: int
-    ready: int
-    waiting: int
-    failures: dict[str, int]
-    failed_members: dict[str, int]
-    last_errors: dict[str, str]
 
 
 def _root(error: BaseException) -> BaseException:
@@ -118,6 +64,8 @@ class GroupFlight(Generic[P]):
         self._failed_members: Counter[str] = Counter()
         self._last_errors: dict[str, str] = {}
         self._given_up: tuple[str, BaseException] | None = None
+        self._outage = OutageWatch(limit_s=options.outage_s)
+        self._hold: asyncio.TimerHandle | None = None
         self._delivered = self._dropped_stale = self._waiting_for = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -145,6 +93,7 @@ class GroupFlight(Generic[P]):
 
     async def _until_ready(self, n_groups: int, taken: concurrent.futures.Future[list[RolloutGroup[P]]]) -> int:
         """Wait until enough fresh groups are ready (or the taker went away); return the version they were checked against."""
+        waiting_since = time.monotonic()
         while True:
             self._changed.clear()
             current = await self._current_version()
@@ -155,8 +104,10 @@ class GroupFlight(Generic[P]):
                 (limit, error), self._given_up = self._given_up, None
                 self._tries.clear()
                 raise self.shortfall(n_groups, limit, "mend that (__cause__ has more); call next again to go on") from error
+            if self._outage.is_too_long(waiting_since=waiting_since, in_flight=len(self._in_flight)):
+                raise self._outage_error(n_groups) from self._outage.error
             self._fill()
-            if not self._in_flight:
+            if not self._in_flight and self._hold is None:
                 raise self.shortfall(
                     n_groups, f"the prompts are used up with {len(self._ready)} groups ready", "ask for fewer, or raise epochs"
                 )
@@ -218,7 +169,7 @@ class GroupFlight(Generic[P]):
 
     def _fill(self) -> None:
         """Start groups up to the limit, prompts that run again first."""
-        if self._closed or self._given_up is not None:
+        if self._closed or self._given_up is not None or self._hold is not None:
             return
         limit = self._options.max_ahead
         if self._options.max_staleness == 0:
@@ -253,19 +204,12 @@ class GroupFlight(Generic[P]):
         else:
             del self._in_flight[task.index]
             self._ready[task.index] = (task, samples)
+            self._outage.end()
         self._fill()
         self._changed.set()
 
     def _check_group(self, task: GroupTask[P], samples: tuple[TrainingSample, ...]) -> None:
-        strange = next((sample.group_id for sample in samples if sample.group_id != task.index), None)
-        if strange is not None:
-            raise InvalidSample(
-                f"group {task.index} returned a sample of group {strange!r}",
-                field="group_id",
-                value=strange,
-                limit="advantages are taken within a group, found by its id",
-                remedy="make samples with group_id=task.index",
-            )
+        check_members(task, samples)
         causes = {sample.member: str(sample.info.get("cause", sample.status)) for sample in samples if not sample.is_trainable}
         failed = Counter(causes.values())
         self._failed_members.update(failed)
@@ -273,11 +217,14 @@ class GroupFlight(Generic[P]):
         self._last_errors.update((causes[sample.member], str(sample.info["error"])) for sample in said)
         valid = len({sample.member for sample in samples if sample.is_trainable})
         if valid < self._options.min_valid_members:
+            codes = {sample.member: str(sample.info.get("code")) for sample in samples if not sample.is_trainable}
+            away = [code for code in codes.values() if code in OUTAGE_CODES]
             cause, times = failed.most_common(1)[0] if failed else ("no_samples", self._options.group_size)
             raise GroupShortfall(
                 f"{times} of the {self._options.group_size} members of group {task.index} failed with {self._told(cause)}",
                 cause=cause,
                 failures=failed,
+                outage=away[0] if valid + len(away) >= self._options.min_valid_members else None,
                 limit=f"{valid} can be trained on and min_valid_members={self._options.min_valid_members}",
                 remedy="mend what fails there, or lower min_valid_members",
             )
@@ -292,11 +239,39 @@ class GroupFlight(Generic[P]):
         self._failures[cause] += 1
         if not isinstance(root, GroupShortfall):
             self._last_errors[cause] = repr(root)
+        if (code := outage_code(error)) is not None:
+            self._hold_for(task, code, error)
+            return
         self._tries[task.index] += 1
         self._again.append(self._retry_of(task))
         if self._tries[task.index] >= self._options.max_attempts:
             said = root.what if isinstance(root, GroupShortfall) else repr(root)
             self._given_up = (f"a prompt failed {self._options.max_attempts} times, last with: {said}", error)
+
+    def _hold_for(self, task: GroupTask[P], code: str, error: BaseException) -> None:
+        """Queue a prompt again as it was, and start nothing for a moment."""
+        self._again.append(task)
+        self._outage.fail(code, error, time.monotonic())
+        if self._hold is None and not self._closed:
+            self._hold = asyncio.get_running_loop().call_later(self._outage.next_delay(), self._release)
+
+    def _release(self) -> None:
+        self._hold = None
+        self._fill()
+        self._changed.set()
+
+    def _outage_error(self, n_groups: int) -> ServiceOutage:
+        code, error = self._outage.code, self._outage.error
+        assert code is not None and error is not None, "an outage has a cause"
+        root = _root(error)
+        said = root.what if isinstance(root, GroupShortfall) else repr(root)
+        return ServiceOutage(
+            f"{n_groups} groups were asked for and the service has been away with {code}",
+            cause=code,
+            failures=self._failures,
+            limit=f"outage_s={self._options.outage_s} is over; last: {said}",
+            remedy="bring the service back, or push the weights it waits for (safe_point is the place); call next again to go on",
+        )
 
     async def put_back(self, groups: list[RolloutGroup[P]]) -> None:
         """Take groups back that their taker gave up."""
@@ -337,6 +312,7 @@ class GroupFlight(Generic[P]):
             "format": STATE_FORMAT,
             "seed": self._seed,
             "cursor": self._prompts.cursor,
+            "prompts": self._prompts.fingerprint(),
             "pending": pending,
             "delivered": self._delivered,
         }
@@ -347,16 +323,9 @@ class GroupFlight(Generic[P]):
             raise InvalidState(
                 "the source has already started", field="cursor", value=self._prompts.cursor, remedy="load into a fresh source"
             )
-        if state.get("format") != STATE_FORMAT or set(state) != {"format", "seed", "cursor", "pending", "delivered"}:
-            raise InvalidState(
-                f"a state of format {state.get('format')!r} with the keys {sorted(state)}",
-                field="format",
-                value=state.get("format"),
-                limit=f"format {STATE_FORMAT}",
-                remedy="load what state_dict() returned",
-            )
-        wanted = [index for index, _ in state["pending"]]
-        found = self._prompts.restore(state["cursor"], wanted)
+        check_state(state)
+        wanted = {index for index, _ in state["pending"]}
+        found = self._prompts.restore(state["cursor"], wanted, state["prompts"])
         self._seed, self._delivered = state["seed"], state["delivered"]
         # An attempt of its own: the groups that the saved run had begun are played anew, with new draws.
         self._again.extend(self._task(index, found[index], attempt + 1) for index, attempt in state["pending"])
@@ -364,6 +333,8 @@ class GroupFlight(Generic[P]):
     async def shut_down(self) -> None:
         """Cancel every group and every waiting take."""
         self._closed = True
+        if self._hold is not None:
+            self._hold.cancel()
         running = [running for _, running in self._in_flight.values()]
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in {*running, *others}:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from trainer_bridge.errors import InvalidSample
 from trainer_bridge.samples import TrainingSample
 
 P = TypeVar("P")
@@ -61,6 +62,32 @@ class RolloutGroup(Generic[P]):
         """Return the mean reward of its trainable members, NaN without any; a member counts once however many rows it has."""
         rewards = {sample.member: sample.reward for sample in self.samples if sample.is_trainable and sample.reward is not None}
         return sum(rewards.values()) / len(rewards) if rewards else math.nan
+
+
+def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None:
+    """Check that samples are of this group and of all of its members; a failed member has a failed sample.
+
+    A group without any sample passes: it has failed as a whole. Raises: InvalidSample.
+    """
+    strange = next((sample.group_id for sample in samples if sample.group_id != task.index), None)
+    if strange is not None:
+        raise InvalidSample(
+            f"group {task.index} returned a sample of group {strange!r}",
+            field="group_id",
+            value=strange,
+            limit="advantages are taken within a group, found by its id",
+            remedy="make samples with group_id=task.index",
+        )
+    members, wanted = {sample.member for sample in samples}, set(range(task.group_size))
+    if samples and members != wanted:
+        lacking, foreign = sorted(wanted - members), sorted(members - wanted)
+        raise InvalidSample(
+            f"group {task.index} returned samples without members {lacking} and with foreign members {foreign}",
+            field="member",
+            value=foreign[0] if foreign else lacking[0],
+            limit=f"exactly the members 0 to {task.group_size - 1} of group_size={task.group_size}",
+            remedy="return at least one sample for each member, with status failed for one that broke",
+        )
 
 
 def each_member(

@@ -15,6 +15,8 @@ import torch
 from trainer_bridge.batch import Batch
 from trainer_bridge.errors import KeptSetsMissing
 
+MAX_LOG_RATIO = 20.0
+
 
 def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = True) -> torch.Tensor:
     """Return the log-probability of each token under the model, float32 [S, T], 0 where nothing was sampled.
@@ -62,7 +64,8 @@ def policy_loss(
     """Return the clipped policy-gradient loss, the sum over sampled tokens divided by `num_tokens`.
 
     `new_logprobs_ST` are `token_logprobs` of the batch, over its kept sets. The importance ratio is taken against the behaviour
-    log-probabilities, that is, against the policy which really drew the tokens, however old. `num_tokens` defaults to the
+    log-probabilities, that is, against the policy which really drew the tokens, however old; beyond a log ratio of +-20 a token
+    has no gradient. `num_tokens` defaults to the
     batch's own count; give the whole step's count to micro-batches.
     Raises: KeptSetsMissing. Source: clipped surrogate objective, arXiv 1707.06347.
     """
@@ -79,7 +82,9 @@ def policy_loss(
     # `where` and not a product: garbage outside the mask may be NaN or infinite, and 0 * NaN is NaN in loss and gradient.
     log_ratio = torch.where(mask, new_logprobs_ST - batch.behaviour_logprobs_ST, zero)
     advantages = torch.where(mask, batch.advantages_ST, zero)
-    ratio = log_ratio.exp()
+    # exp overflows float32 above 88, and an infinite ratio makes NaN of the gradients of all tokens. Within the bounds the
+    # clamp changes no bit of value or gradient; beyond them the gradient is 0.
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.where(mask, torch.minimum(ratio * advantages, clipped * advantages), zero)
     count = max(1, batch.num_loss_tokens)

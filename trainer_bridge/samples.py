@@ -53,6 +53,17 @@ def _array(name: str, value: Any, dtype: type[np.generic], length: int | None) -
             limit=f"ids has {length}",
             remedy=f"give {name} one entry for each token, NaN (or {NO_VERSION}) where nothing was sampled",
         )
+    if array.size and np.issubdtype(dtype, np.integer):
+        least, most = int(array.min()), int(array.max())
+        bounds = np.iinfo(np.dtype(dtype))
+        if least < bounds.min or most > bounds.max:
+            raise InvalidSample(
+                f"{name} holds {most if most > bounds.max else least}",
+                field=name,
+                value=most if most > bounds.max else least,
+                limit=f"{bounds.min} to {bounds.max} ({bounds.dtype})",
+                remedy=f"pass {name} as the service reported them",
+            )
     array = array.astype(dtype, copy=True)
     array.setflags(write=False)
     return array

@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from trainer_bridge.errors import InvalidOption, SourceClosed
-from trainer_bridge.flight import GroupFlight, SourceOptions, SourceStats
+from trainer_bridge.flight import GroupFlight
 from trainer_bridge.groups import GroupTask, P, RolloutGroup
+from trainer_bridge.options import SourceOptions, SourceStats
 from trainer_bridge.samples import TrainingSample
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ class RolloutSource(Generic[P]):
     `min_valid_members`: a group with fewer trainable members counts as failed (default: 2, or 1 for groups of one).
     A prompt that failed `max_attempts` times makes `next` raise; it stays queued. `safe_point`, if given, is called in the
     caller's thread when `next` starts and every `poll_s` seconds while it waits: the place for weights that are asked for.
+    A service that is away (host died, waits for weights, busy, unreachable) costs no attempt: prompts are held and tried again,
+    less and less often, and only failures that go on for `outage_s` seconds of a waiting `next` make it raise ServiceOutage.
     Raises: InvalidOption.
     """
 
@@ -58,6 +61,7 @@ class RolloutSource(Generic[P]):
         seed: int = 0,
         safe_point: Callable[[], None] | None = None,
         poll_s: float = 0.25,
+        outage_s: float = 60.0,
     ):
         options = SourceOptions(
             group_size=group_size,
@@ -67,6 +71,7 @@ class RolloutSource(Generic[P]):
             min_valid_members=min(2, group_size) if min_valid_members is None else min_valid_members,
             max_attempts=max_attempts,
             epochs=epochs,
+            outage_s=outage_s,
         )
         self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=version, options=options, seed=seed)
         self._max_ahead = max_ahead
@@ -84,7 +89,8 @@ class RolloutSource(Generic[P]):
         """Return the next `n_groups` groups, lowest prompt number first.
 
         Blocks: until they are there, at most `timeout_s`. An interrupted or timed-out call takes nothing.
-        Raises: RolloutShortfall (prompts at their end, a prompt that keeps failing, time over), SourceClosed, InvalidOption.
+        Raises: RolloutShortfall (prompts at their end, a prompt that keeps failing, time over), ServiceOutage, SourceClosed,
+        InvalidOption.
         """
         self._check_count(n_groups)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -109,10 +115,14 @@ class RolloutSource(Generic[P]):
         self._check_count(n_groups)
         self._reach_safe_point()
         taken = self._begin_take(n_groups)
+        waited = asyncio.wrap_future(taken)
         try:
-            return await asyncio.wrap_future(taken)
+            while not (await asyncio.wait([waited], timeout=self._poll_s))[0]:
+                self._reach_safe_point()
+            return waited.result()
         except BaseException:
             self._withdraw(taken)
+            waited.cancel()
             raise
 
     def stats(self) -> SourceStats:

@@ -60,6 +60,26 @@ def test_large_rewards_with_small_differences_stay_finite_and_right() -> None:
     np.testing.assert_allclose(advantages, (small - small.mean()) / small.std(ddof=1), rtol=0.05)
 
 
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e-30, 1.0, 1e30, 1e200, 8.9e307])
+def test_rewards_of_any_size_give_finite_advantages_of_the_same_shape(scale: float) -> None:
+    rewards = np.array([0.0, 2.0, 1.0]) * scale
+    with np.errstate(all="raise", under="ignore"):
+        np.testing.assert_allclose(group_advantages(rewards, "ggg", eps=0), [-1.0, 1.0, 0.0], atol=1e-12)
+        assert np.isfinite(group_advantages(rewards, "ggg")).all()
+        assert np.abs(group_advantages([scale, -scale], "gg", eps=0)).tolist() == pytest.approx([0.5**0.5] * 2)
+
+
+def test_a_spread_that_is_only_rounding_counts_as_none() -> None:
+    assert group_advantages([1e8, 1e8 + 1.5e-8, 1e8], "ggg", eps=0).tolist() == [0.0] * 3
+    assert group_advantages([0.1 + 0.2, 0.3], "gg", eps=0).tolist() == [0.0] * 2
+
+
+def test_ordinary_advantages_equal_the_plain_formula_to_the_last_bit() -> None:
+    rewards = np.random.Generator(np.random.PCG64(3)).normal(size=7) * 13
+    plain = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    assert group_advantages(rewards, "g" * 7).tolist() == plain.tolist()
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
     with pytest.raises(InvalidBatch, match=r"rewards\[1\].*pass None for a failed member"):
@@ -237,3 +257,31 @@ def test_micro_batches_with_the_steps_token_count_add_up_to_its_gradient(cuts: t
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
     assert loss == pytest.approx(whole_loss, rel=1e-5)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("behaviour", [-95.0, -1000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_ratio_that_overflows_leaves_loss_and_gradients_finite(behaviour: float, advantage: float) -> None:
+    sample = make_sample()
+    fields = {name: getattr(sample, name) for name in sample.__dataclass_fields__}
+    rare = TrainingSample(**fields | {"logprobs": np.where(sample.mask, behaviour, np.nan)})
+    batch = collate([rare, make_sample(seed=1, member=1)], [advantage, 1.0])
+    logits = torch.zeros(*batch.ids_ST.shape, 32, requires_grad=True)
+    outcome = policy_loss(token_logprobs(logits, batch), batch)
+    outcome.loss.backward()
+    assert math.isfinite(float(outcome.loss.detach())) and math.isfinite(outcome.mean_ratio)
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+    assert outcome.mean_abs_log_ratio > 40, "the report tells the true distance"
+
+
+def test_bounding_the_ratio_changes_no_bit_of_ordinary_gradients() -> None:
+    batch = collate([make_sample(seed=seed, member=seed) for seed in range(4)], [1.0, 1.0, -1.0, -1.0])
+    shift = torch.linspace(-19, 19, batch.ids_ST.numel()).reshape(batch.ids_ST.shape)
+    new = (batch.behaviour_logprobs_ST + shift).requires_grad_()
+    policy_loss(new, batch).loss.backward()
+    bare = new.detach().clone().requires_grad_()
+    ratio = torch.where(batch.loss_mask_ST, bare - batch.behaviour_logprobs_ST, torch.zeros(())).exp()
+    gains = torch.minimum(ratio * batch.advantages_ST, ratio.clamp(0.8, 1.2) * batch.advantages_ST)
+    (-torch.where(batch.loss_mask_ST, gains, torch.zeros(())).sum() / batch.num_loss_tokens).backward()
+    assert new.grad is not None and bare.grad is not None and new.grad.abs().max() > 0
+    assert torch.equal(new.grad, bare.grad)

@@ -56,3 +56,9 @@ def test_an_ending_without_a_score_counts_as_failed_and_not_as_zero() -> None:
 def test_a_running_episode_is_refused() -> None:
     with pytest.raises(InvalidSample, match="wait until the episode has ended"):
         samples_of(make_result("running", None))
+
+
+def test_the_code_of_what_was_raised_goes_into_the_failed_sample() -> None:
+    failure = SimpleNamespace(kind="infrastructure", phase="act", text="HostFailed: gone", code="host_failed")
+    (sample,) = samples_of(make_result("failed", None, num_rows=0, failure=failure))
+    assert sample.info == {"cause": "infrastructure_act", "error": "HostFailed: gone", "code": "host_failed"}

@@ -205,3 +205,13 @@ def test_kept_sets_belong_to_filtered_tokens_and_forced_ones_have_none() -> None
 def test_kept_sets_that_cannot_be_are_refused(kept: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSample, match=said):
         TrainingSample(**fields_of(make_sample(), turns=FILTERED, **kept))
+
+
+@pytest.mark.parametrize("ids", [[1, 2**40 + 7], [1, 2**31], [-(2**31) - 1, 1], np.array([1, 2**63], np.uint64)])
+def test_ids_that_do_not_fit_are_refused_and_never_wrapped(ids: Any) -> None:
+    sample = make_sample(((1, False), (1, True)))
+    fields = {name: getattr(sample, name) for name in sample.__dataclass_fields__}
+    with pytest.raises(InvalidSample, match=r"ids holds .*int32") as caught:
+        TrainingSample(**fields | {"ids": ids})
+    assert caught.value.field == "ids"
+    assert TrainingSample(**fields | {"ids": [1, 2**31 - 1]}).ids.tolist() == [1, 2**31 - 1]
