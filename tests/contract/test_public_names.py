@@ -23,7 +23,7 @@ PUBLIC = {
     """,
     "trainer_bridge": """
         Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap
-        PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus SourceClosed
+        PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus ServiceOutage SourceClosed
         SourceStats TrainingSample TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate
         each_member group_advantages logprob_gap policy_loss sample_advantages samples_of token_logprobs
     """,
