@@ -15,7 +15,7 @@ from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import ROW_OP, DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
-from areno.decode.tables import Lanes
+from areno.decode.tables import Lanes, table_width
 from areno.forward import Forward
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
@@ -66,7 +66,7 @@ class RebuiltPath:
             ids=torch.from_numpy(np.where(running, state["last_token"], 0)),
             positions=torch.from_numpy(np.where(running, length, 0)),
             slots=torch.from_numpy(np.where(running, page * self._page_size + length % self._page_size, SINK_PAGE * self._page_size)),
-            tables=torch.from_numpy(self._page_table[rows] * running[:, None]),
+            tables=torch.from_numpy(self._page_table[: launch.bucket, : table_width(launch.longest, self._page_size)] * running[:, None]),
             lengths=torch.from_numpy(np.where(running, length + 1, 1)),
         )
         logits = self._forward.decode(lanes, launch.longest)

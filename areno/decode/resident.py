@@ -26,7 +26,7 @@ class ResidentPath:
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
         """Run one token of rows 0..bucket - 1 and write their records."""
         rows = slice(0, launch.bucket)
-        lanes = self.tables.lanes(rows)
+        lanes = self.tables.lanes(rows, launch.longest)
         logits = self._forward.decode(lanes, launch.longest)
         drawn = self._forward.draw(logits, self.tables.params(rows, slots=launch.variant.slots), launch.variant)
         self.tables.advance(rows, lanes.running, lanes.starved, drawn, records, slots=launch.variant.slots)

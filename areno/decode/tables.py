@@ -17,6 +17,7 @@ from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
+from areno.layers.attention import PAD_TOKENS
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
@@ -36,6 +37,12 @@ class Lanes:
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
+
+
+def table_width(longest: int, page_size: int) -> int:
+    """Return how many page-table entries hold `longest` tokens, in steps of `PAD_TOKENS` as decode attention reads them."""
+    step = max(PAD_TOKENS // page_size, 1)
+    return -(-longest // (step * page_size)) * step
 
 
 class DecodeTables:
@@ -107,8 +114,8 @@ class DecodeTables:
             state[target] = state[source]
         self.alive[source] = False
 
-    def lanes(self, rows: slice) -> Lanes:
-        """The prologue: what lanes `rows` run in this launch."""
+    def lanes(self, rows: slice, longest: int) -> Lanes:
+        """The prologue: what lanes `rows` run in this launch; none is longer than `longest` afterwards."""
         length = self.length[rows]
         alive = self.alive[rows]
         table = self.page_table[rows]
@@ -123,7 +130,7 @@ class DecodeTables:
             ids=self.last_token[rows] * running,
             positions=positions,
             slots=torch.where(running, page * self.page_size + offset, self._sink_slot),
-            tables=table * running[:, None],
+            tables=table[:, : table_width(longest, self.page_size)] * running[:, None],
             lengths=positions + 1,
         )
 

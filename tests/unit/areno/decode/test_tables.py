@@ -52,7 +52,7 @@ class FakeForward:
     def decode(self, lanes: Lanes, longest: int) -> torch.Tensor:
         self.lanes.append(lanes)
         assert (lanes.lengths <= longest).all()
-        weights = torch.arange(1, PAGES_PER_ROW + 1)
+        weights = torch.arange(1, lanes.tables.shape[1] + 1)
         return (lanes.ids * 3 + lanes.positions * 5 + lanes.slots * 7 + (lanes.tables * weights).sum(dim=1) + lanes.lengths * 11)[
             :, None
         ].double()
