@@ -55,7 +55,6 @@ class LiveRequest:
     cached_tokens: int = 0
     base_spans: Spans = ()
     close_after: int = 0
-    preempted: bool = False
     reason: FinishReason | None = None
     rebuilt_at: list[int] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None

@@ -435,7 +435,6 @@ class Scheduler:
         if victim.phase is Phase.PREFILLING:
             self._restart(victim)
             return True
-        victim.preempted = True
         self.counters["preemptions"] += 1
         self._kill(victim)
         return True
@@ -476,7 +475,6 @@ class Scheduler:
         live.ids = self._seats.ids[live.seat, :count].copy()
         live.versions = self._seats.versions[live.seat, live.prompt_tokens : count].copy()
         live.rebuilt_at.append(count)
-        live.preempted = False
         self._requeue(live)
 
     def _compact(self) -> None:

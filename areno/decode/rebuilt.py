@@ -15,8 +15,9 @@ from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import ROW_OP, DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
-from areno.decode.tables import Lanes, table_width
+from areno.decode.tables import Lanes
 from areno.forward import Forward
+from areno.layers.attention import table_width
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
 

@@ -17,7 +17,7 @@ from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
-from areno.layers.attention import PAD_TOKENS
+from areno.layers.attention import table_width
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
@@ -37,12 +37,6 @@ class Lanes:
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-
-
-def table_width(longest: int, page_size: int) -> int:
-    """Return how many page-table entries hold `longest` tokens, in steps of `PAD_TOKENS` as decode attention reads them."""
-    step = max(PAD_TOKENS // page_size, 1)
-    return -(-longest // (step * page_size)) * step
 
 
 class DecodeTables:

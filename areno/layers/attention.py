@@ -24,6 +24,14 @@ import torch.nn.functional as F
 from areno.kv.store import KVStore
 
 PAD_TOKENS = 64
+
+
+def table_width(longest: int, page_size: int) -> int:
+    """Return how many page-table entries decode attention reads for `longest` tokens: whole steps of `PAD_TOKENS`."""
+    step = max(PAD_TOKENS // page_size, 1)
+    return -(-longest // (step * page_size)) * step
+
+
 BLOCK_TOKENS = 512
 NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 """Window by layer: how many tokens, its own included, a token attends to there. Layers not named attend to all."""
@@ -70,9 +78,7 @@ class DecodeAttention:
     ) -> None:
         self._store, self._slots = store, slots_B
         page_size = store.page_size
-        step = max(PAD_TOKENS // page_size, 1)
-        needed = -(-longest // page_size)
-        width = min(-(-needed // step) * step, tables_BP.shape[1])
+        width = min(table_width(longest, page_size), tables_BP.shape[1])
         self._tables = tables_BP[:, :width]
         beyond = torch.arange(width * page_size, device=lengths_B.device)[None, :] >= lengths_B[:, None]
         self._bias = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None, :]
