@@ -2,7 +2,4 @@
 
 import os
 
-import pytest
-
-pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 os.environ.setdefault("TRITON_INTERPRET", "1")
