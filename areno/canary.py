@@ -95,7 +95,7 @@ class CanaryProof:
                 self._path.sample_prefill(launch, logits, records)
             else:
                 self._path.decode(DecodeLaunch(bucket=LANE_MULTIPLE, longest=prompt_tokens + step, variant=variant, **lanes), records)
-            measured.append(float(self._ring.ready(drain=True)[0].logprob[0]))
+            measured.append(float(self._ring.ready(drain=True)[0].logprobs[0, 0]))
         gap = np.abs(np.array(measured) - canary.expected_logprobs[prompt_tokens - 1 : ids.size - 1])
         return float(np.nan_to_num(gap, nan=np.inf).max())
 

@@ -395,6 +395,8 @@ def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tupl
     if not outputs:
         return replace(StepOutput.empty(endings), prompt_scores=scores)
     if len(outputs) == 1:
+        if not endings and not scores:
+            return outputs[0]
         return replace(outputs[0], finished=endings, prompt_scores=scores)
     names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
     joined = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}

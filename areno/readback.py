@@ -37,51 +37,64 @@ class LaunchNews:
 
 def read_launch(seats: Seats, result: LaunchResult) -> LaunchNews:
     """Note the tokens of a launch and return them. Mutates: ids, versions, counts and broken marks of the seats."""
-    seats_of_lanes = result.launch.seats
-    mine = (seats_of_lanes >= 0) & (result.generation == result.launch.generations)
-    starved = int((mine & (result.status == LaneStatus.STARVED)).sum())
-    sampled = np.flatnonzero(mine & (result.status >= LaneStatus.TOKEN) & (result.status <= LaneStatus.EXHAUSTED))
-    lanes, broken = _drop_broken(seats, result, sampled)
-    told = seats_of_lanes[lanes]
-    tokens = result.token[lanes]
-    seats.ids[told, seats.count[told]] = tokens
-    seats.versions[told, seats.count[told]] = result.launch.version
-    seats.count[told] += 1
-    columns = [array[lanes] for array in (result.logprob, result.raw_logprob, result.behaviour_logprob)]
-    silent = ~seats.wants_logprobs[told]
-    if silent.any():
-        for column in columns:
-            column[silent] = np.nan
+    launch, status = result.launch, result.status
+    mine = result.generation == launch.generations
+    lanes = np.flatnonzero(mine & (status > LaneStatus.IDLE))
+    starved = int((mine & (status == LaneStatus.STARVED)).sum()) if lanes.size < status.size else 0
+    told, logprobs = launch.seats, result.logprobs
+    if lanes.size < status.size:
+        told, logprobs = told[lanes], logprobs[:, lanes]
+    broken: tuple[tuple[int, str], ...] = ()
+    good = _good(seats, result, lanes, told, logprobs[1])
+    if good is not None:
+        broken = _mark_broken(seats, told, good, np.isfinite(logprobs[1]))
+        kept = ~seats.broken[told]
+        lanes, told, logprobs = lanes[kept], told[kept], logprobs[:, kept]
+    tokens, status = (result.token, status) if lanes.size == status.size else (result.token[lanes], status[lanes])
+    count = seats.count[told]
+    seats.ids[told, count] = tokens
+    seats.versions[told, count] = launch.version
+    seats.count[told] = count + 1
+    if seats.num_silent:
+        logprobs[:, ~seats.wants_logprobs[told]] = np.nan
     kept_counts, kept_ids = _kept(seats, result, lanes, told)
     output = StepOutput(
         request_ids=seats.request_id[told],
         token_ids=tokens,
-        logprobs=columns[0],
-        raw_logprobs=columns[1],
-        behaviour_logprobs=columns[2],
-        versions=np.full(told.size, result.launch.version, dtype=np.int64),
+        logprobs=logprobs[0],
+        raw_logprobs=logprobs[1],
+        behaviour_logprobs=logprobs[2],
+        versions=np.full(told.size, launch.version, dtype=np.int64),
         kept_counts=kept_counts,
         kept_ids=kept_ids,
     )
-    return LaunchNews(output=output, seats=told, tokens=tokens, status=result.status[lanes], broken=broken, starved=starved)
+    return LaunchNews(output=output, seats=told, tokens=tokens, status=status, broken=broken, starved=starved)
 
 
-def _drop_broken(seats: Seats, result: LaunchResult, lanes: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, str], ...]]:
-    told = result.launch.seats[lanes]
-    finite = np.isfinite(result.raw_logprob[lanes])
-    good = finite
+def _good(seats: Seats, result: LaunchResult, lanes: np.ndarray, told: np.ndarray, raw_logprobs: np.ndarray) -> np.ndarray | None:
+    """Return which of the lanes can be told; None where all of them can and no seat is broken."""
+    # One sum sees every NaN and infinity: finite log-probabilities are far too small to overflow it.
+    if result.kept_count is None and not seats.num_broken and np.isfinite(raw_logprobs.sum()):
+        return None
+    good = np.isfinite(raw_logprobs)
     if result.kept_count is not None:
-        good = finite & (~seats.wants_kept[told] | (result.kept_count[lanes] <= MAX_KEPT))
+        good &= ~seats.wants_kept[told] | (result.kept_count[lanes] <= MAX_KEPT)
+    return good
+
+
+def _mark_broken(seats: Seats, told: np.ndarray, good: np.ndarray, finite: np.ndarray) -> tuple[tuple[int, str], ...]:
     fresh = ~good & ~seats.broken[told]
-    broken = tuple((int(seat), KEPT_OVERFLOW if is_finite else NOT_FINITE) for seat, is_finite in zip(told[fresh], finite[fresh]))
-    seats.broken[told[fresh]] = True
-    return lanes[~seats.broken[told]], broken
+    for seat in told[fresh]:
+        seats.mark_broken(int(seat))
+    return tuple((int(seat), KEPT_OVERFLOW if is_finite else NOT_FINITE) for seat, is_finite in zip(told[fresh], finite[fresh]))
 
 
 def _kept(seats: Seats, result: LaunchResult, lanes: np.ndarray, told: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return the kept sets of the lanes that want them, packed."""
+    if result.kept_ids is None or result.kept_count is None:
+        return None, None
     wants = seats.wants_kept[told]
-    if result.kept_ids is None or result.kept_count is None or not wants.any():
+    if not wants.any():
         return None, None
     counts = np.where(wants, result.kept_count[lanes], 0).astype(np.int32)
     ids = result.kept_ids[lanes]

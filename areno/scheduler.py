@@ -14,7 +14,7 @@ reported (or the request queued again) and its pages keyed or freed. Every accep
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,19 @@ from areno.request import (
 )
 from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
+
+
+@dataclass(slots=True)
+class _Steady:
+    """A decode launch that may be made `steps` times, `longest` growing by one, as long as no row changes.
+
+    Shapes: `seats` [n], those of the rows that get a token.
+    """
+
+    launch: DecodeLaunch
+    seats: np.ndarray
+    steps: int
+    made: int = 0
 
 
 def _signed64(value: int) -> int:
@@ -70,6 +83,7 @@ class Scheduler:
         self._launches = 0
         self._launches_read = 0
         self._sparse_steps = 0
+        self._steady: _Steady | None = None
         self._stuck: tuple[LiveRequest, tuple[int, ...]] | None = None
         self.counters: Counter[str] = Counter()
 
@@ -77,11 +91,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request is live or an ending waits to be delivered."""
         return bool(self._live or self._endings)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that hold nothing."""
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -138,7 +147,8 @@ class Scheduler:
     def plan(self) -> list[Command]:
         """Decide the next step; return its commands in order."""
         self._compact()
-        self._grow_rows()
+        if self._steady is None:
+            self._grow_rows()
         copies, prefill = self._plan_prefill()
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
@@ -160,7 +170,8 @@ class Scheduler:
         self.counters["sampled_tokens"] += news.seats.size
         for seat, detail in news.broken:
             self._break(self._by_seat[seat], detail)
-        self._take_scores(result)
+        if result.launch.scores:
+            self._take_scores(result)
         self._close_ended(news)
         self._close_killed(result.launch.number)
         return news.output
@@ -367,33 +378,60 @@ class Scheduler:
         self._seats.scheduled[live.seat] += 1
         self._seats.covered[live.seat] = self._residency.covered_tokens(live)
         self._needs += live.variant.counts()
+        self._steady = None
 
     def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows with budget left and how many ids each will have after the launches made. Shapes: [n], [n]."""
         seats = self._row_seat
         scheduled = self._seats.scheduled[seats]
-        rows = np.flatnonzero((seats >= 0) & (scheduled < self._seats.limit[seats]))
+        rows = np.flatnonzero(scheduled < self._seats.limit[seats])
         return rows, scheduled[rows]
 
     def _plan_decode(self) -> DecodeLaunch | None:
-        rows, scheduled = self._active_rows()
-        # A row without its next page would stall: it is left out of the count, not out of the lanes.
-        fit = scheduled <= self._seats.covered[self._row_seat[rows]]
-        rows, scheduled = rows[fit], scheduled[fit]
-        if not rows.size:
-            return None
-        bucket = self._resolved.bucket_of(int(rows[-1]) + 1)
-        lanes = self._row_seat[:bucket].copy()
-        self._seats.scheduled[lanes[rows]] += 1
+        steady = self._steady
+        if steady is None:
+            steady = self._steady = self._find_steady()
+            if steady is None:
+                return None
+        first = steady.launch
+        launch = DecodeLaunch(
+            bucket=first.bucket,
+            longest=first.longest + steady.made,
+            seats=first.seats,
+            generations=first.generations,
+            variant=first.variant,
+        )
+        self._seats.scheduled[steady.seats] += 1
+        steady.made += 1
+        if steady.made == steady.steps:
+            self._steady = None
         self._launches += 1
         self.counters["decode_launches"] += 1
-        return DecodeLaunch(
+        return launch
+
+    def _find_steady(self) -> _Steady | None:
+        """Plan the decode of the rows as they are and find out for how many steps it holds if nothing else changes."""
+        rows, scheduled = self._active_rows()
+        # A row without its next page would stall: it is left out of the count, not out of the lanes.
+        covered = self._seats.covered[self._row_seat[rows]]
+        fit = scheduled <= covered
+        all_fit = bool(fit.all())
+        if not all_fit:
+            rows, scheduled, covered = rows[fit], scheduled[fit], covered[fit]
+        if not rows.size:
+            return None
+        seats = self._row_seat[rows]
+        bucket = self._resolved.bucket_of(int(rows[-1]) + 1)
+        lanes = self._row_seat[:bucket].copy()
+        launch = DecodeLaunch(
             bucket=bucket,
             longest=int(scheduled.max()),
             seats=lanes,
-            generations=self._seats.generation[lanes].copy(),
+            generations=self._seats.generation[lanes],
             variant=Variant.of_counts(self._needs),
         )
+        steps = min(int((self._seats.limit[seats] - scheduled).min()), int((covered - scheduled).min()) + 1)
+        return _Steady(launch=launch, seats=seats, steps=steps if all_fit else 1)
 
     def _grow_rows(self) -> None:
         """When a row has no page for its next token, top up all rows; preempt if even the needy can't be served."""
@@ -424,6 +462,7 @@ class Scheduler:
         if pages.size:
             self._packer.grow(live.row, live.generation, index, pages)
             self._seats.covered[live.seat] = self._residency.covered_tokens(live)
+            self._steady = None
             self.counters["grown_pages"] += pages.size
 
     def _preempt_one(self) -> bool:
@@ -496,9 +535,12 @@ class Scheduler:
                 self._packer.move(source, live.row, live.generation)
                 self._row_seat[live.row], self._row_seat[source] = live.seat, NO_SEAT
                 self._seats.row[live.seat] = live.row
+                self._steady = None
             self.counters["moves"] += 1
 
     def _close_ended(self, news: LaunchNews) -> None:
+        if news.status.size and news.status.max() == LaneStatus.TOKEN:
+            return
         for place in np.flatnonzero(news.status != LaneStatus.TOKEN):
             live = self._by_seat[int(news.seats[place])]
             stopped = news.status[place] == LaneStatus.STOPPED
@@ -514,6 +556,7 @@ class Scheduler:
         self._row_seat[live.row] = NO_SEAT
         self._residency.leave_row(live)
         self._needs -= live.variant.counts()
+        self._steady = None
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Write the terminal record, key the pages that later prompts may use, give everything back."""
@@ -549,7 +592,7 @@ class Scheduler:
 
     def _break(self, live: LiveRequest, detail: str) -> None:
         """End a request as failed; what it still gives is not delivered, and its pages are not kept for others."""
-        self._seats.broken[live.seat] = True
+        self._seats.mark_broken(live.seat)
         live.reason = FinishReason(kind=FinishKind.FAILED, detail=detail)
         if live.phase is Phase.RUNNING:
             self._kill(live)

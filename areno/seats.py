@@ -14,9 +14,11 @@ NO_SEAT = -1
 
 
 class Seats:
-    """Arrays over S seats. `ids` and `versions` [S, M]: token ids, and the version that sampled the token at a place.
+    """Arrays over S seats and one more, which no request gets: lanes without a seat name it as `NO_SEAT`, the last place.
 
-    `scheduled` counts ids that launches made so far will have given, `covered` the positions that the row's pages hold.
+    `ids` and `versions` [S + 1, M] are token ids, and the version that sampled the token at a place. `scheduled` counts ids
+    that launches made so far will have given, `covered` the positions that the row's pages hold, `num_broken` and
+    `num_silent` the seats that are broken or want no log-probabilities.
     """
 
     __slots__ = (
@@ -27,6 +29,8 @@ class Seats:
         "generation",
         "ids",
         "limit",
+        "num_broken",
+        "num_silent",
         "request_id",
         "row",
         "scheduled",
@@ -37,18 +41,27 @@ class Seats:
 
     def __init__(self, *, num_seats: int, max_tokens: int) -> None:
         self._free = list(range(num_seats - 1, -1, -1))
+        num_seats += 1
         self.request_id = np.full(num_seats, -1, dtype=np.int64)
         self.row = np.full(num_seats, -1, dtype=np.int64)
         self.generation = np.zeros(num_seats, dtype=np.int32)
+        self.generation[NO_SEAT] = -1
         self.count = np.zeros(num_seats, dtype=np.int64)
         self.scheduled = np.zeros(num_seats, dtype=np.int64)
         self.covered = np.zeros(num_seats, dtype=np.int64)
         self.limit = np.zeros(num_seats, dtype=np.int64)
         self.broken = np.zeros(num_seats, dtype=bool)
-        self.wants_logprobs = np.zeros(num_seats, dtype=bool)
+        self.wants_logprobs = np.ones(num_seats, dtype=bool)
         self.wants_kept = np.zeros(num_seats, dtype=bool)
+        self.num_broken = 0
+        self.num_silent = 0
         self.ids = np.zeros((num_seats, max_tokens), dtype=np.int32)
         self.versions = np.zeros((num_seats, max_tokens), dtype=np.int64)
+
+    @property
+    def num_seats(self) -> int:
+        """Number of seats, free or not."""
+        return self.request_id.size - 1
 
     @property
     def num_free(self) -> int:
@@ -63,8 +76,8 @@ class Seats:
         self.count[seat] = self.scheduled[seat] = ids.size
         self.covered[seat] = 0
         self.limit[seat] = limit
-        self.broken[seat] = False
         self.wants_logprobs[seat] = sampling.logprobs
+        self.num_silent += not sampling.logprobs
         self.wants_kept[seat] = sampling.return_kept_ids
         self.ids[seat, : ids.size] = ids
         self.versions[seat, ids.size - versions.size : ids.size] = versions
@@ -75,4 +88,13 @@ class Seats:
         assert seat not in self._free, f"seat {seat} is free already"
         self.request_id[seat] = -1
         self.row[seat] = -1
+        self.num_silent -= not self.wants_logprobs[seat]
+        self.num_broken -= bool(self.broken[seat])
+        self.wants_logprobs[seat], self.broken[seat] = True, False
         self._free.append(seat)
+
+    def mark_broken(self, seat: int) -> None:
+        """Remember that nothing more of a seat is told."""
+        if not self.broken[seat]:
+            self.broken[seat] = True
+            self.num_broken += 1

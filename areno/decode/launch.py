@@ -9,13 +9,13 @@ import numpy as np
 
 
 class LaneStatus(enum.IntEnum):
-    """What a launch did with a lane."""
+    """What a launch did with a lane; what is positive brought a token."""
 
+    STARVED = -1
     IDLE = 0
     TOKEN = 1
     STOPPED = 2
     EXHAUSTED = 3
-    STARVED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,15 @@ class LaunchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """A launch whose results may be read. Shapes: numpy copies [B] of its ring slot, `kept_ids` [B, 64]."""
+    """A launch whose results may be read. Shapes: numpy copies [B] of its ring slot, `kept_ids` [B, 64].
+
+    `logprobs` [3, B] are logprob, raw logprob and behaviour logprob.
+    """
 
     launch: LaunchRecord
     status: np.ndarray
     generation: np.ndarray
     token: np.ndarray
-    logprob: np.ndarray
-    raw_logprob: np.ndarray
-    behaviour_logprob: np.ndarray
+    logprobs: np.ndarray
     kept_ids: np.ndarray | None = None
     kept_count: np.ndarray | None = None

@@ -25,20 +25,20 @@ class ResidentPath:
 
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
         """Run one token of rows 0..bucket - 1 and write their records."""
-        rows = slice(0, launch.bucket)
-        lanes = self.tables.lanes(rows, launch.longest)
+        rows = self.tables.bucket(launch.bucket)
+        lanes = rows.lanes(launch.longest)
         logits = self._forward.decode(lanes, launch.longest)
-        drawn = self._forward.draw(logits, self.tables.params(rows, slots=launch.variant.slots), launch.variant)
-        self.tables.advance(rows, lanes.running, lanes.starved, drawn, records, slots=launch.variant.slots)
+        drawn = self._forward.draw(logits, rows.params(slots=launch.variant.slots), launch.variant)
+        rows.advance(lanes.running, lanes.starved, drawn, records, slots=launch.variant.slots)
 
     def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
         """Draw the next token of each row whose prompt is complete and write its record."""
-        rows = torch.tensor(launch.rows)
-        drawn = self._forward.draw(logits_BV, self.tables.params(rows, slots=launch.variant.slots), launch.variant)
-        self.tables.advance(rows, self.tables.alive[rows], None, drawn, records, slots=launch.variant.slots)
+        places = torch.tensor(launch.rows)
+        rows = self.tables.gather(places)
+        drawn = self._forward.draw(logits_BV, rows.params(slots=launch.variant.slots), launch.variant)
+        rows.advance(rows.state.alive.clone(), None, drawn, records, slots=launch.variant.slots)
+        self.tables.put(places, rows)
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""
-        tables = self.tables
-        names = ("alive", "length", "generation", "last_token", "page_table")
-        return {name: getattr(tables, name).clone() for name in names}
+        return {name: self.tables.field(name).clone() for name in ("alive", "length", "generation", "last_token", "page_table")}

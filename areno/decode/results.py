@@ -8,7 +8,6 @@ late news can be tested without a device. The executor writes, the engine reads.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,60 +16,59 @@ from areno.decode.launch import LaunchRecord, LaunchResult
 from areno.sampling.kept import MAX_KEPT
 from areno.sampling.sampler import Drawn
 
+_WORDS = 6
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
 class LaneRecords:
-    """One ring slot. Shapes: all [B]; a lane's numbers count only where `status` is TOKEN, STOPPED or EXHAUSTED.
+    """One ring slot. Shapes: `words` int32 [6, B] are status, generation, token and the bits of logprob, raw and behaviour logprob.
 
-    `kept_ids` [B, 64] and `kept_count` [B] exist where the engine may return kept sets.
+    A lane's numbers count only where its status is positive. `kept_ids` [B, 64] and `kept_count` [B] exist where the engine
+    may return kept sets.
     """
 
-    status: torch.Tensor
-    generation: torch.Tensor
-    token: torch.Tensor
-    logprob: torch.Tensor
-    raw_logprob: torch.Tensor
-    behaviour_logprob: torch.Tensor
-    kept_ids: torch.Tensor | None
-    kept_count: torch.Tensor | None
+    __slots__ = ("array", "floats", "kept_count", "kept_ids", "words")
 
-    def write_draw(self, drawn: Drawn) -> None:
-        """Store the draw's numbers in the first lanes. Mutates: this slot."""
-        lanes = drawn.token.shape[0]
-        self.token[:lanes] = drawn.token
-        self.logprob[:lanes] = drawn.logprob
-        self.raw_logprob[:lanes] = drawn.raw_logprob
-        self.behaviour_logprob[:lanes] = drawn.behaviour_logprob
+    def __init__(self, words: torch.Tensor, *, kept: bool) -> None:
+        lanes = words.shape[1]
+        self.words, self.floats = words, words[3:].view(torch.float32)
+        self.array = words.numpy()
+        self.kept_ids = torch.zeros((lanes, MAX_KEPT), dtype=torch.int32) if kept else None
+        self.kept_count = torch.zeros(lanes, dtype=torch.int32) if kept else None
+
+    def write(self, status: torch.Tensor, generation: torch.Tensor, token: torch.Tensor, drawn: Drawn) -> None:
+        """Store what a launch did with its first lanes. Shapes: int32 [n] each. Mutates: this slot."""
+        lanes = token.shape[0]
+        torch.stack((status, generation, token), out=self.words[:3, :lanes])
+        torch.stack((drawn.logprob, drawn.raw_logprob, drawn.behaviour_logprob), out=self.floats[:, :lanes])
         if drawn.kept_ids is not None and drawn.kept_count is not None:
             assert self.kept_ids is not None and self.kept_count is not None, "kept sets were drawn without a side ring"
             self.kept_ids[:lanes, : drawn.kept_ids.shape[1]] = drawn.kept_ids
             self.kept_count[:lanes] = drawn.kept_count
 
+    def read(self, launch: LaunchRecord) -> LaunchResult:
+        """Return copies of the launch's lanes."""
+        lanes = launch.seats.size
+        words = self.array[:, :lanes].copy()
+        return LaunchResult(
+            launch=launch,
+            status=words[0],
+            generation=words[1],
+            token=words[2],
+            logprobs=words[3:].view(np.float32),
+            kept_ids=None if self.kept_ids is None else self.kept_ids[:lanes].numpy().copy(),
+            kept_count=None if self.kept_count is None else self.kept_count[:lanes].numpy().copy(),
+        )
+
 
 class ResultRing:
     """`slots` places of `lanes` lanes each, at fixed addresses."""
 
-    __slots__ = ("_numpy", "_pending", "_records", "_taken", "run_ahead")
+    __slots__ = ("_pending", "_records", "_taken", "run_ahead")
 
     def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False) -> None:
         self.run_ahead = run_ahead
-        self._records = [
-            LaneRecords(
-                status=torch.zeros(lanes, dtype=torch.int32),
-                generation=torch.zeros(lanes, dtype=torch.int32),
-                token=torch.zeros(lanes, dtype=torch.int32),
-                logprob=torch.zeros(lanes),
-                raw_logprob=torch.zeros(lanes),
-                behaviour_logprob=torch.zeros(lanes),
-                kept_ids=torch.zeros((lanes, MAX_KEPT), dtype=torch.int32) if kept else None,
-                kept_count=torch.zeros(lanes, dtype=torch.int32) if kept else None,
-            )
-            for _ in range(slots)
-        ]
-        self._numpy = [
-            {name: value.numpy() for name in LaneRecords.__dataclass_fields__ if (value := getattr(record, name)) is not None}
-            for record in self._records
-        ]
+        block = torch.zeros((slots, _WORDS, lanes), dtype=torch.int32)
+        self._records = [LaneRecords(words, kept=kept) for words in block]
         self._pending: deque[LaunchRecord] = deque()
         self._taken = 0
 
@@ -96,16 +94,12 @@ class ResultRing:
         self._taken += 1
         launch = LaunchRecord(number=self._taken, slot=slot, seats=seats, generations=generations, version=version)
         self._pending.append(launch)
-        records = self._records[slot]
-        records.status.zero_()
-        return launch, records
+        return launch, self._records[slot]
 
     def ready(self, *, drain: bool) -> list[LaunchResult]:
         """Return the launches that may be read now, oldest first; all of them with `drain`."""
         results = []
         while self._pending and (drain or len(self._pending) > self.run_ahead):
             launch = self._pending.popleft()
-            lanes = launch.seats.size
-            views = {name: array[:lanes].copy() for name, array in self._numpy[launch.slot].items()}
-            results.append(LaunchResult(launch=launch, **views))
+            results.append(self._records[launch.slot].read(launch))
         return results

@@ -1,9 +1,11 @@
 """The resident decode tables: row state at fixed addresses that launches read and advance by themselves.
 
-The torch forms of the three small parts around the model: `apply` a delta slot, the prologue (`lanes`: ids, positions,
-write slots, page tables of the lanes that run) and the epilogue (`advance`: result record, advance, stop test). The
-host sends changes and reads results; it never asks these tensors a question. `length` counts the KV entries written,
-which is also the position of the last token, which has none yet.
+The torch forms of the three small parts around the model: `DecodeTables.apply` a delta slot, the prologue (`Rows.lanes`: ids,
+positions, write slots, page tables of the lanes that run) and the epilogue (`Rows.advance`: result record, advance, stop
+test). The host sends changes and reads results; it never asks these tensors a question. `length` counts the KV entries
+written, which is also the position of the last token, which has none yet.
+
+Views of a bucket's rows are made once: on a CPU a step costs as many calls as arithmetic.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
 
-_INT_FIELDS = ("last_token", "length", "remaining", "stop_wait", "sampling_slot", "recurrent_slot", "top_k", "generation")
-_FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+INT_FIELDS = ("last_token", "length", "remaining", "stop_wait", "sampling_slot", "recurrent_slot", "top_k", "generation")
+FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+_COUNTERS = slice(1, 4)
+"""`length`, `remaining` and `stop_wait` lie together, so that one addition advances them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,30 +43,168 @@ class Lanes:
     lengths: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowState:
+    """The state of R rows. Shapes: `ints` [8, R], `floats` [3, R], `alive` and `seed` [R], `stop_ids` [R, 16], `page_table` [R, P]."""
+
+    ints: torch.Tensor
+    floats: torch.Tensor
+    alive: torch.Tensor
+    seed: torch.Tensor
+    stop_ids: torch.Tensor
+    page_table: torch.Tensor
+
+    def select(self, rows: slice | torch.Tensor) -> RowState:
+        """Return the state of some rows: views for a slice, copies for indices."""
+        return RowState(
+            ints=self.ints[:, rows],
+            floats=self.floats[:, rows],
+            alive=self.alive[rows],
+            seed=self.seed[rows],
+            stop_ids=self.stop_ids[rows],
+            page_table=self.page_table[rows],
+        )
+
+
+class Rows:
+    """Some rows as the lanes of a launch: the prologue reads them, the epilogue advances them.
+
+    Mutates (in `advance`): the state given, which is the tables' own for a bucket and a copy for gathered rows.
+    """
+
+    __slots__ = (
+        "_counters",
+        "_free",
+        "_last_token",
+        "_length",
+        "_page_size",
+        "_place",
+        "_remaining",
+        "_sampling_slot",
+        "_sink_slot",
+        "_slots",
+        "_steps",
+        "_stop_wait",
+        "_tables_by_width",
+        "generation",
+        "state",
+    )
+
+    def __init__(self, state: RowState, *, page_size: int, slots: SlotTables) -> None:
+        self.state, self._page_size, self._slots = state, page_size, slots
+        device = state.ints.device
+        self._last_token, self._length, self._remaining, self._stop_wait = state.ints[:4].unbind()
+        self._sampling_slot, self.generation = state.ints[4], state.ints[7]
+        self._counters = state.ints[_COUNTERS]
+        self._steps = torch.tensor([[1], [-1], [-1]], dtype=torch.int32, device=device)
+        count, entries = state.page_table.shape
+        self._place = torch.arange(count, device=device) * entries
+        self._sink_slot = torch.tensor(SINK_PAGE * page_size, device=device)
+        self._free = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self._tables_by_width: dict[int, torch.Tensor] = {}
+
+    def lanes(self, longest: int) -> Lanes:
+        """The prologue: what the rows run in this launch; none is longer than `longest` afterwards."""
+        length = self._length
+        entry, offset = self._split(length)
+        page = self.state.page_table.take(entry.add(self._place))
+        running = self.state.alive & (page != ZERO_PAGE)
+        # Products with the mask put what does not run on the zero page, at position zero.
+        positions = length * running
+        width = table_width(longest, self._page_size)
+        table = self._tables_by_width.get(width)
+        if table is None:
+            table = self._tables_by_width[width] = self.state.page_table[:, :width]
+        return Lanes(
+            running=running,
+            starved=self.state.alive ^ running,
+            ids=self._last_token * running,
+            positions=positions,
+            slots=torch.where(running, torch.add(offset, page, alpha=self._page_size), self._sink_slot),
+            tables=table * running[:, None],
+            lengths=positions + 1,
+        )
+
+    def _split(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page-table entry and offset within the page of a position."""
+        if self._page_size & (self._page_size - 1) == 0:
+            return length >> (self._page_size.bit_length() - 1), length & (self._page_size - 1)
+        return torch.div(length, self._page_size, rounding_mode="floor"), length % self._page_size
+
+    def params(self, *, slots: bool) -> LaneParams:
+        """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""
+        temperature, top_p, min_p = self.state.floats.unbind()
+        held = self._sampling_slot.to(torch.int64) if slots else self._free
+        return LaneParams(
+            temperature=temperature,
+            top_k=self.state.ints[6],
+            top_p=top_p,
+            min_p=min_p,
+            seeds=self.state.seed,
+            positions=self._length + 1,
+            stop_ids=self.state.stop_ids,
+            stop_wait=self._stop_wait,
+            slots=held,
+            forced=self._slots.forced(held) if slots else self._free,
+            tables=self._slots,
+        )
+
+    def advance(self, running: torch.Tensor, starved: torch.Tensor | None, drawn: Drawn, records: LaneRecords, *, slots: bool) -> None:
+        """The epilogue: write the result record, advance the lanes that ran, end those that are done."""
+        token = drawn.token.to(torch.int32)
+        stopped = (self.state.stop_ids == token[:, None]).any(dim=1).logical_and_(self._stop_wait <= 0).logical_and_(running)
+        ran = running.to(torch.int32)
+        self._counters.addcmul_(self._steps, ran)
+        ended = (self._remaining <= 0).logical_or_(stopped).logical_and_(running)
+        # TOKEN + 2 for a row that ended; a stop takes one back.
+        status = torch.add(ran, ended, alpha=LaneStatus.EXHAUSTED - LaneStatus.TOKEN).sub_(stopped.to(torch.int32))
+        if starved is not None:
+            status.add_(starved, alpha=LaneStatus.STARVED)
+        records.write(status, self.generation, token, drawn)
+        if slots:
+            self._slots.advance(self._sampling_slot.to(torch.int64), token, running)
+        torch.where(running, token, self._last_token, out=self._last_token)
+        self.state.alive.masked_fill_(ended, False)
+
+
 class DecodeTables:
-    """State of R rows. Shapes: int fields [R] each, `stop_ids` [R, 16], `page_table` [R, P]."""
+    """State of all rows, and the deltas that change it."""
 
     def __init__(self, *, num_rows: int, pages_per_row: int, page_size: int, slots: SlotTables, device: torch.device) -> None:
         self.page_size = page_size
         self.slots = slots
-        self._ints_FR = torch.zeros((len(_INT_FIELDS), num_rows), dtype=torch.int32, device=device)
-        self._floats_FR = torch.zeros((len(_FLOAT_FIELDS), num_rows), device=device)
-        (
-            self.last_token,
-            self.length,
-            self.remaining,
-            self.stop_wait,
-            self.sampling_slot,
-            self.recurrent_slot,
-            self.top_k,
-            self.generation,
-        ) = self._ints_FR
-        self.temperature, self.top_p, self.min_p = self._floats_FR
-        self.alive = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self._sink_slot = torch.tensor(SINK_PAGE * page_size, device=device)
-        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
-        self.page_table = torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device)
+        self.state = RowState(
+            ints=torch.zeros((len(INT_FIELDS), num_rows), dtype=torch.int32, device=device),
+            floats=torch.zeros((len(FLOAT_FIELDS), num_rows), device=device),
+            alive=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            seed=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device),
+            page_table=torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device),
+        )
+        self._generation = self.state.ints[INT_FIELDS.index("generation")]
+        self._buckets: dict[int, Rows] = {}
+
+    def field(self, name: str) -> torch.Tensor:
+        """Return one field of all rows, by its name in ROW_OP. Shapes: [R]."""
+        if name in INT_FIELDS:
+            return self.state.ints[INT_FIELDS.index(name)]
+        return self.state.floats[FLOAT_FIELDS.index(name)] if name in FLOAT_FIELDS else getattr(self.state, name)
+
+    def bucket(self, size: int) -> Rows:
+        """Return rows 0..size - 1 in place."""
+        rows = self._buckets.get(size)
+        if rows is None:
+            rows = self._buckets[size] = Rows(self.state.select(slice(0, size)), page_size=self.page_size, slots=self.slots)
+        return rows
+
+    def gather(self, rows: torch.Tensor) -> Rows:
+        """Return copies of chosen rows; `put` writes them back. Shapes: int64 [B], each row once."""
+        return Rows(self.state.select(rows), page_size=self.page_size, slots=self.slots)
+
+    def put(self, rows: torch.Tensor, advanced: Rows) -> None:
+        """Write gathered rows back after their launch. Mutates: what a launch advances of these rows."""
+        self.state.ints[:, rows] = advanced.state.ints
+        self.state.alive[rows] = advanced.state.alive
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply one delta slot. Mutates: the rows it names."""
@@ -73,11 +215,11 @@ class DecodeTables:
         self._set(slot.rows[kinds == DeltaKind.SET])
         if slot.pages.size:
             rows, index, page = (torch.from_numpy(slot.pages[name].astype(np.int64)) for name in ("row", "index", "page"))
-            self.page_table[rows, index] = page
+            self.state.page_table[rows, index] = page
         killed = slot.rows[kinds == DeltaKind.KILL]
         if killed.size:
             rows, generations = self._named(killed)
-            self.alive[rows] &= self.generation[rows] != generations
+            self.state.alive[rows] &= self._generation[rows] != generations
         self._move(slot.rows[kinds == DeltaKind.MOVE])
 
     @staticmethod
@@ -88,97 +230,24 @@ class DecodeTables:
         if not operations.size:
             return
         rows, _ = self._named(operations)
-        self._ints_FR[:, rows] = torch.from_numpy(np.stack([operations[name] for name in _INT_FIELDS]))
-        self._floats_FR[:, rows] = torch.from_numpy(np.stack([operations[name] for name in _FLOAT_FIELDS]))
-        self.seed[rows] = torch.from_numpy(operations["seed"].copy())
-        self.stop_ids[rows] = torch.from_numpy(operations["stop_ids"].copy())
-        self.page_table[rows] = ZERO_PAGE
-        self.alive[rows] = True
+        state = self.state
+        state.ints[:, rows] = torch.from_numpy(np.stack([operations[name] for name in INT_FIELDS]))
+        state.floats[:, rows] = torch.from_numpy(np.stack([operations[name] for name in FLOAT_FIELDS]))
+        state.seed[rows] = torch.from_numpy(operations["seed"].copy())
+        state.stop_ids[rows] = torch.from_numpy(operations["stop_ids"].copy())
+        state.page_table[rows] = ZERO_PAGE
+        state.alive[rows] = True
 
     def _move(self, operations: np.ndarray) -> None:
         if not operations.size:
             return
         target, generations = self._named(operations)
         source = torch.from_numpy(operations["source"].astype(np.int64))
-        same = self.generation[source] == generations
+        same = self._generation[source] == generations
         target, source = target[same], source[same]
-        for state in (self._ints_FR, self._floats_FR):
-            state[:, target] = state[:, source]
-        for state in (self.seed, self.stop_ids, self.page_table, self.alive):
-            state[target] = state[source]
-        self.alive[source] = False
-
-    def lanes(self, rows: slice, longest: int) -> Lanes:
-        """The prologue: what lanes `rows` run in this launch; none is longer than `longest` afterwards."""
-        length = self.length[rows]
-        alive = self.alive[rows]
-        table = self.page_table[rows]
-        index, offset = self._place(length)
-        page = table.gather(1, index[:, None])[:, 0]
-        running = alive & (page != ZERO_PAGE)
-        # Products with the mask put what does not run on the zero page, at position zero.
-        positions = length * running
-        return Lanes(
-            running=running,
-            starved=alive & ~running,
-            ids=self.last_token[rows] * running,
-            positions=positions,
-            slots=torch.where(running, page * self.page_size + offset, self._sink_slot),
-            tables=table[:, : table_width(longest, self.page_size)] * running[:, None],
-            lengths=positions + 1,
-        )
-
-    def _place(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return page-table entry (int64) and offset within the page of a position."""
-        if self.page_size & (self.page_size - 1) == 0:
-            return (length >> (self.page_size.bit_length() - 1)).to(torch.int64), length & (self.page_size - 1)
-        return torch.div(length, self.page_size, rounding_mode="floor").to(torch.int64), length % self.page_size
-
-    def params(self, rows: slice | torch.Tensor, *, slots: bool) -> LaneParams:
-        """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""
-        held = self.sampling_slot[rows].to(torch.int64)
-        return LaneParams(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seeds=self.seed[rows],
-            positions=self.length[rows] + 1,
-            stop_ids=self.stop_ids[rows],
-            stop_wait=self.stop_wait[rows],
-            slots=held,
-            forced=self.slots.forced(held) if slots else torch.full_like(held, -1),
-            tables=self.slots,
-        )
-
-    def advance(
-        self,
-        rows: slice | torch.Tensor,
-        running: torch.Tensor,
-        starved: torch.Tensor | None,
-        drawn: Drawn,
-        records: LaneRecords,
-        *,
-        slots: bool,
-    ) -> None:
-        """The epilogue: write the result record, advance the lanes that ran, end those that are done."""
-        token = drawn.token.to(torch.int32)
-        allowed = self.stop_wait[rows] <= 0
-        stopped = (self.stop_ids[rows] == token[:, None]).any(dim=1) & allowed & running
-        remaining = self.remaining[rows] - running.to(torch.int32)
-        exhausted = (remaining <= 0) & running & ~stopped
-        lanes = token.shape[0]
-        status = running.to(torch.int32) * LaneStatus.TOKEN
-        status.masked_fill_(stopped, LaneStatus.STOPPED).masked_fill_(exhausted, LaneStatus.EXHAUSTED)
-        if starved is not None:
-            status.masked_fill_(starved, LaneStatus.STARVED)
-        records.status[:lanes] = status
-        records.generation[:lanes] = self.generation[rows]
-        records.write_draw(drawn)
-        if slots:
-            self.slots.advance(self.sampling_slot[rows].to(torch.int64), token, running)
-        self.last_token[rows] = torch.where(running, token, self.last_token[rows])
-        self.length[rows] += running
-        self.remaining[rows] = remaining
-        self.stop_wait[rows] -= running.to(torch.int32)
-        self.alive[rows] &= ~(stopped | exhausted)
+        state = self.state
+        for columns in (state.ints, state.floats):
+            columns[:, target] = columns[:, source]
+        for rows in (state.seed, state.stop_ids, state.page_table, state.alive):
+            rows[target] = rows[source]
+        state.alive[source] = False

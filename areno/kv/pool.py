@@ -74,15 +74,19 @@ class PagePool:
 
 
 class RowPool:
-    """Rows of the decode tables; the lowest free one first, so that buckets stay small."""
+    """Rows of the decode tables; the lowest free one first, so that buckets stay small.
 
-    __slots__ = ("_free", "_generation", "_size", "_used")
+    `highest_used` is the largest row in use, -1 without one.
+    """
+
+    __slots__ = ("_free", "_generation", "_size", "_used", "highest_used")
 
     def __init__(self, max_rows: int) -> None:
         self._size = max_rows
         self._free = list(range(max_rows))
         self._used: set[int] = set()
         self._generation = 0
+        self.highest_used = -1
 
     @property
     def num_free(self) -> int:
@@ -93,11 +97,6 @@ class RowPool:
     def num_used(self) -> int:
         """Number of rows in use."""
         return len(self._used)
-
-    @property
-    def highest_used(self) -> int:
-        """Largest row in use, -1 without one."""
-        return max(self._used, default=-1)
 
     def allocate(self) -> tuple[int, int]:
         """Take the lowest free row; return it with a generation that no row ever had."""
@@ -113,13 +112,17 @@ class RowPool:
     def _take_lowest(self) -> int:
         row = heapq.heappop(self._free)
         self._used.add(row)
+        self.highest_used = max(self.highest_used, row)
         return row
 
     def release(self, row: int) -> None:
         """Give a row back."""
         self._used.remove(row)
         heapq.heappush(self._free, row)
+        if row == self.highest_used:
+            self.highest_used = max(self._used, default=-1)
 
     def check_integrity(self) -> None:
         """Check that every row is either free or used."""
         assert sorted([*self._free, *self._used]) == list(range(self._size)), "rows are lost or doubled"
+        assert self.highest_used == max(self._used, default=-1), "the highest row is another one"

@@ -187,7 +187,7 @@ class Residency:
         with_row = {live.row for live in holders if live.row != NO_ROW}
         assert len(with_row) == self.rows.num_used, f"rows of requests {sorted(with_row)}, rows in use {self.rows.num_used}"
         seated = {live.seat for live in holders if live.seat != NO_SEAT}
-        assert len(seated) + self.seats.num_free == self.seats.row.size, "seats are lost"
+        assert len(seated) + self.seats.num_free == self.seats.num_seats, "seats are lost"
 
     def kv_versions(self, live: LiveRequest, count: int) -> np.ndarray:
         """Return the version that computed the KV of each position that has one, when `count` ids are known.

@@ -11,7 +11,7 @@ from areno.decode.results import ResultRing
 def _take(ring: ResultRing, version: int = 0) -> None:
     lanes = np.zeros(4, dtype=np.int64)
     launch, records = ring.take(seats=lanes, generations=lanes.astype(np.int32), version=version)
-    records.token[:4] = launch.number
+    records.words[2, :4] = launch.number
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])

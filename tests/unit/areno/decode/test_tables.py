@@ -76,14 +76,14 @@ def _launch(path: ResidentPath | RebuiltPath, bucket: int = ROWS) -> dict[str, l
     ring = ResultRing(slots=2, lanes=ROWS, run_ahead=0)
     lanes = np.zeros(bucket, dtype=np.int64)
     _, records = ring.take(seats=lanes, generations=lanes.astype(np.int32), version=0)
-    records.token.fill_(-77)
+    records.words.fill_(-77)
     path.decode(DecodeLaunch(bucket=bucket, longest=64, seats=lanes, generations=lanes.astype(np.int32), variant=VARIANT), records)
     result = ring.ready(drain=True)[0]
-    spoken = result.status > LaneStatus.IDLE
     # Only lanes that ran say anything; the others' numbers are whatever the padding gave.
+    spoken = result.status > LaneStatus.IDLE
     told = {
-        name: np.where(spoken & (result.status != LaneStatus.STARVED), getattr(result, name), -1).tolist()
-        for name in ("token", "logprob", "generation")
+        name: np.where(spoken, value, -1).tolist()
+        for name, value in (("token", result.token), ("logprob", result.logprobs[0]), ("generation", result.generation))
     }
     return {"status": result.status.tolist(), **told}
 
