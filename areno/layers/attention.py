@@ -13,6 +13,7 @@ once per launch for all layers of that width. A width that hides nothing in a la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,6 +36,12 @@ def table_width(longest: int, page_size: int) -> int:
 BLOCK_TOKENS = 512
 NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 """Window by layer: how many tokens, its own included, a token attends to there. Layers not named attend to all."""
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_parts(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what decode masks of a width are made of: places [width], the value of hidden places and that of seen ones."""
+    return torch.arange(width, dtype=torch.int32), torch.tensor(float("-inf"), dtype=dtype), torch.tensor(0.0, dtype=dtype)
 
 
 def _narrow(bias: torch.Tensor, ends: torch.Tensor, windows: Mapping[int, int], longest: int) -> dict[int, torch.Tensor]:
@@ -80,8 +87,8 @@ class DecodeAttention:
         page_size = store.page_size
         width = min(table_width(longest, page_size), tables_BP.shape[1])
         self._tables = tables_BP[:, :width]
-        beyond = torch.arange(width * page_size, device=lengths_B.device)[None, :] >= lengths_B[:, None]
-        self._bias = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None, :]
+        places, hidden, seen = _mask_parts(width * page_size, dtype)
+        self._bias = torch.where(places >= lengths_B[:, None], hidden, seen)[:, None, None, :]
         self._windowed = _narrow(self._bias, lengths_B[:, None, None, None], windows, longest)
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:

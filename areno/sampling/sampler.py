@@ -115,7 +115,7 @@ class Sampler:
             shaped_maximum, shaped_total = _sums(shaped)
         scores = shaped
         if variant.noise:
-            drawn = noise.gumbel(noise.keys(lanes.seeds, lanes.positions), self._ids)
+            drawn = noise.gumbel(lanes.seeds, lanes.positions, self._ids)
             scores = drawn.masked_fill_(greedy[:, None], 0.0).add_(shaped)
         best = scores.argmax(dim=1, keepdim=True)
         best_score = scores.gather(1, best)[:, 0]
