@@ -1,0 +1,261 @@
+"""Products of a decode step: few rows against torch.nn.Linear weights, fused with what stands around them.
+
+A dense layer becomes [norm + qkv], [attention], [o + residual], [norm + gate_up + silu * mul], [down + residual]. The decode
+graphs call these launchers for buckets of up to 64 rows; larger ones are cuBLAS's work. One row goes through
+`vector_product_kernel`, more through `rows_product_kernel` (both in `product.py`), with tiles from the two tables here.
+
+Invariant: nothing is allocated and nothing depends on timing; tiles follow from shapes alone, and a row's bits depend on its
+bucket but on no other row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from areno.kernels.product import rows_product_kernel, vector_product_kernel
+
+MAX_ROWS = 64
+# A programmatic launch may bring this much of the weight into the L2 (50 MB) while the kernel before it still runs.
+_PREFETCH_BYTES = 24 << 20
+_RESIDENT_PROGRAMS = 132 * 4
+_MAX_UNROLLED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTiles:
+    """How one row is multiplied: weight rows and columns of one tile, warps, and the eviction hint of weight loads."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    evict: str = "evict_first"
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """How more rows are multiplied. `warps_k` > 1 gives each warp its own block_k columns; `split` parts of K meet in memory."""
+
+    block_n: int
+    block_k: int
+    warps_k: int = 1
+    split: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    evict: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorkspace:
+    """Memory in which the parts of a split K meet: one for each stream, shared by all products on it.
+
+    Shapes: partials [cells] fp32, arrivals [tiles] int32, zero between products.
+    """
+
+    partials: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def allocate_workspace(device: torch.device, *, num_cells: int = 1 << 22, num_tiles: int = 1 << 12) -> SplitWorkspace:
+    """Allocate what `SplitWorkspace` describes; products that need more split K less."""
+    return SplitWorkspace(
+        partials=torch.empty(num_cells, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(num_tiles, dtype=torch.int32, device=device),
+    )
+
+
+_VECTOR_TILES = {
+    "narrow": VectorTiles(2, 1024),
+    "short": VectorTiles(4, 1024),
+    "square": VectorTiles(2, 1024),
+    "long": VectorTiles(2, 1024),
+    "wide": VectorTiles(4, 1024),
+    "head": VectorTiles(4, 1024),
+}
+_ROW_TILES = {
+    ("narrow", 8): RowTiles(16, 64, warps_k=4, num_stages=6),
+    ("narrow", 16): RowTiles(16, 64, warps_k=4, num_stages=6),
+    ("narrow", 32): RowTiles(32, 64, warps_k=4, split=4),
+    ("narrow", 64): RowTiles(64, 128, split=8),
+    ("short", 8): RowTiles(32, 64, warps_k=4, num_stages=5),
+    ("short", 16): RowTiles(32, 64, warps_k=4, num_stages=5),
+    ("short", 32): RowTiles(64, 128, split=2),
+    ("short", 64): RowTiles(64, 128, split=2),
+    ("square", 8): RowTiles(64, 128, split=4),
+    ("square", 16): RowTiles(64, 128, split=4),
+    ("square", 32): RowTiles(64, 128, split=4),
+    ("square", 64): RowTiles(64, 128, split=4),
+    ("long", 8): RowTiles(64, 128, split=6),
+    ("long", 16): RowTiles(64, 128, split=6),
+    ("long", 32): RowTiles(64, 128, split=6),
+    ("long", 64): RowTiles(64, 128, split=6),
+    ("wide", 8): RowTiles(64, 128),
+    ("wide", 16): RowTiles(64, 128),
+    ("wide", 32): RowTiles(64, 128),
+    ("wide", 64): RowTiles(128, 64),
+    ("head", 8): RowTiles(64, 128),
+    ("head", 16): RowTiles(64, 128),
+    ("head", 32): RowTiles(128, 64),
+    ("head", 64): RowTiles(128, 64),
+}
+
+
+def shape_class(num_weight_rows: int, in_size: int) -> str:
+    """Name the class of weights that share tiles: see the two tables."""
+    if num_weight_rows >= 1 << 16:
+        return "head"
+    if num_weight_rows < 2048:
+        return "narrow"
+    if in_size < 2048:
+        return "short"
+    if num_weight_rows >= 1 << 14:
+        return "wide"
+    return "long" if in_size >= 8192 else "square"
+
+
+def row_class(num_rows: int) -> int:
+    """Return the rows that the kernels compute for `num_rows`: 1, 8, 16, 32 or 64."""
+    assert 1 <= num_rows <= MAX_ROWS, f"{num_rows} rows; at most {MAX_ROWS}: use cuBLAS for more"
+    return 1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
+
+
+def default_tiles(num_rows: int, num_weight_rows: int, in_size: int) -> VectorTiles | RowTiles:
+    """Return the table's tiles for this many rows and a weight of this shape, cut down to a small weight."""
+    rows, shape = row_class(num_rows), shape_class(num_weight_rows, in_size)
+    columns = triton.next_power_of_2(in_size)
+    if rows == 1:
+        vector = _VECTOR_TILES[shape]
+        least = triton.next_power_of_2(triton.cdiv(in_size, _MAX_UNROLLED))
+        return replace(vector, block_k=max(least, min(vector.block_k, columns)))
+    tiles = _ROW_TILES[shape, rows]
+    block_k = max(16, min(tiles.block_k, columns // tiles.warps_k))
+    return replace(tiles, block_k=block_k, split=max(1, min(tiles.split, in_size // (block_k * tiles.warps_k))))
+
+
+def fused_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    workspace: SplitWorkspace | None = None,
+    tiles: VectorTiles | RowTiles | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write linear(rms_norm(x)) to `out`, whose dtype may be fp32 (the head); without a norm weight linear(x).
+
+    The norm's weight is applied before the product and its scale after the accumulation: one rounding of x where Hugging
+    Face's order has two. Without a workspace K is never split.
+
+    Shapes: x [B, in], norm_weight [in], weight [N, in], bias [N], out [B, N]. Mutates: out, workspace.
+    """
+    _launch(x, norm_weight, eps, weight, bias, out, workspace, tiles, pdl)
+
+
+def fused_norm_gate_up(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    workspace: SplitWorkspace | None = None,
+    tiles: VectorTiles | RowTiles | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write silu(gate) * up to `out`, where gate and up are linear(rms_norm(x)), kept in fp32 until the end.
+
+    Shapes: x [B, in], norm_weight [in], weight [2I, in] with the gate's rows first, bias [2I], out [B, I].
+    Mutates: out, workspace.
+    """
+    _launch(x, norm_weight, eps, weight, bias, out, workspace, tiles, pdl, glu=True)
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    workspace: SplitWorkspace | None = None,
+    tiles: VectorTiles | RowTiles | None = None,
+    pdl: bool = False,
+) -> None:
+    """Add linear(x), rounded to the residual's dtype first, to `residual`.
+
+    Shapes: x [B, in], weight [N, in], bias [N], residual [B, N]. Mutates: residual, workspace.
+    """
+    _launch(x, None, 0.0, weight, bias, residual, workspace, tiles, pdl, add=True)
+
+
+def _launch(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: SplitWorkspace | None,
+    tiles: VectorTiles | RowTiles | None,
+    pdl: bool,
+    *,
+    glu: bool = False,
+    add: bool = False,
+) -> None:
+    num_rows, in_size = x.shape
+    num_weight_rows = weight.shape[0]
+    num_out = out.shape[1]
+    assert weight.shape[1] == in_size and weight.is_contiguous() and in_size % 16 == 0, f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
+    assert num_weight_rows == num_out * (2 if glu else 1) and out.shape[0] == num_rows, (
+        f"weight {tuple(weight.shape)}, out {tuple(out.shape)}"
+    )
+    assert x.stride(1) == 1 and out.stride(1) == 1, "rows of x and out must be contiguous"
+    assert x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}"
+    assert norm_weight is None or norm_weight.shape == (in_size,), "one norm weight for each input"
+    assert bias is None or bias.shape == (num_weight_rows,), "one bias for each row of the weight"
+    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size)
+    flags = {"NORM": norm_weight is not None, "BIAS": bias is not None, "GLU": glu, "ADD": add, "EVICT": tiles.evict, "PDL": pdl}
+    options = {"num_warps": tiles.num_warps} | ({"launch_pdl": True} if pdl else {})
+    num_tiles = triton.cdiv(num_weight_rows, tiles.block_n)
+    if isinstance(tiles, VectorTiles):
+        assert num_rows == 1, f"vector tiles for {num_rows} rows"
+        prefetch = _prefetch_columns(in_size - tiles.block_k, tiles.block_n, num_tiles) if pdl else 0
+        vector_product_kernel[(num_tiles,)](
+            *(x, norm_weight, weight, bias, out, num_out, eps, in_size, tiles.block_n, tiles.block_k),
+            **flags,
+            PREFETCH=prefetch,
+            **options,
+        )
+        return
+    block_b = max(8, row_class(num_rows))
+    split = _affordable_split(tiles, num_tiles, block_b, workspace)
+    prefetch = _prefetch_columns(in_size // split, tiles.block_n, num_tiles * split) if pdl else 0
+    partials, arrivals = (workspace.partials, workspace.arrivals) if workspace is not None else (None, None)
+    rows_product_kernel[(num_tiles * split,)](
+        *(x, norm_weight, weight, bias, out, partials, arrivals),
+        *(num_rows, num_out, x.stride(0), out.stride(0), eps),
+        *(in_size, tiles.block_n, tiles.block_k, block_b, tiles.warps_k, split),
+        **flags,
+        PREFETCH=prefetch,
+        num_stages=tiles.num_stages,
+        **options,
+    )
+
+
+def _affordable_split(tiles: RowTiles, num_tiles: int, block_b: int, workspace: SplitWorkspace | None) -> int:
+    """Return the parts of K that `workspace` has room for, at most those asked for."""
+    if workspace is None or num_tiles > workspace.arrivals.numel():
+        return 1
+    cells = num_tiles * (tiles.block_n + 1) * block_b
+    return max(1, min(tiles.split, workspace.partials.numel() // cells))
+
+
+def _prefetch_columns(columns: int, block_n: int, num_programs: int) -> int:
+    """Return how many of a program's columns to prefetch, a power of two or 0, so that resident programs fill the budget."""
+    columns = min(columns, _PREFETCH_BYTES // (2 * block_n * min(num_programs, _RESIDENT_PROGRAMS)))
+    return 1 << (columns.bit_length() - 1) if columns >= 64 else 0
