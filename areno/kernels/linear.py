@@ -210,10 +210,9 @@ def _launch(
     num_rows, in_size = x.shape
     num_weight_rows = weight.shape[0]
     num_out = out.shape[1]
-    assert weight.shape[1] == in_size and weight.is_contiguous() and in_size % 16 == 0, f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
-    assert num_weight_rows == num_out * (2 if glu else 1) and out.shape[0] == num_rows, (
-        f"weight {tuple(weight.shape)}, out {tuple(out.shape)}"
-    )
+    shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
+    assert weight.shape[1] == in_size and weight.is_contiguous() and in_size % 16 == 0, shapes
+    assert num_weight_rows == num_out * (2 if glu else 1) and out.shape[0] == num_rows, shapes
     assert x.stride(1) == 1 and out.stride(1) == 1, "rows of x and out must be contiguous"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}"
     assert norm_weight is None or norm_weight.shape == (in_size,), "one norm weight for each input"

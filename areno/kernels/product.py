@@ -8,6 +8,9 @@ to 64 rows as the narrow side of a dot whose wide side is the weight.
 Invariant: every sum has a fixed order (no float atomics), and a row's bits depend on no other row.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# Triton gives a kernel's arguments their types at each launch.
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda

@@ -52,24 +52,22 @@ def test_product_with_norm_and_bias_equals_fp64(num_out, in_size, rows, tiles, n
     assert not workspace.arrivals.any()
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "tiles"), CASES)
-def test_gate_up_equals_fp64(rows, tiles, bias):
+def test_gate_up_equals_fp64(rows, tiles):
     size, in_size = 21, 80
     x, norm_weight, weight = draw(rows, in_size), draw(in_size, seed=1), draw(2 * size, in_size, seed=2)
-    bias_N = draw(2 * size, seed=3) if bias else None
+    bias_N = draw(2 * size, seed=3) if rows % 2 else None
     out = torch.full((rows, size), torch.nan)
     fused_norm_gate_up(x, norm_weight, EPS, weight, bias_N, out, workspace=allocate_workspace(x.device), tiles=tiles)
     gate, up = reference(x, norm_weight, weight, bias_N).chunk(2, -1)
     assert_close(out, functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "tiles"), CASES)
-def test_residual_addition_equals_fp64(rows, tiles, bias):
+def test_residual_addition_equals_fp64(rows, tiles):
     num_out, in_size = 35, 96
     x, weight, residual = draw(rows, in_size), draw(num_out, in_size, seed=1), draw(rows, num_out, seed=2)
-    bias_N = draw(num_out, seed=3) if bias else None
+    bias_N = draw(num_out, seed=3) if rows % 2 else None
     expected = reference(x, None, weight, bias_N) + residual.double()
     linear_add(x, weight, bias_N, residual, workspace=allocate_workspace(x.device), tiles=tiles)
     assert_close(residual, expected)

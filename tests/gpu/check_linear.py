@@ -1,0 +1,261 @@
+"""The few-row products on a card: correctness in bf16 against fp64, and times over a grid of tiles against cuBLAS.
+
+`python -m tests.gpu.check_linear [ROWS ...]` checks, then times (all of 1, 8, 16, 32, 64 rows unless some are named) and
+prints a line for each case: cuBLAS's plain product, the best tiles, the table's own tiles with and without programmatic
+launch, and the runners-up. Timed: one captured graph of launches rotating over weights of 400 MB and more, the median of
+its replays over the launches. Not timed: compiling, which subprocesses do first, side by side, into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn import functional
+
+from areno.kernels.linear import RowTiles, SplitWorkspace, allocate_workspace, fused_norm_gate_up, fused_norm_linear, linear_add
+from tests.gpu.linear_cases import CASES, Case, Tiles, candidates, label
+
+EPS = 1e-6
+POOL_ELEMENTS = 650_000_000
+ROTATED_BYTES = 400 << 20
+TIMED_ROWS = (1, 8, 16, 32, 64)
+
+
+def launch(case: Case, x, norm_weight, weight, out, workspace: SplitWorkspace, tiles: Tiles | None, *, pdl: bool) -> None:
+    if case.kind == "add":
+        linear_add(x, weight, None, out, workspace=workspace, tiles=tiles, pdl=pdl)
+    else:
+        product = fused_norm_gate_up if case.kind == "glu" else fused_norm_linear
+        product(x, norm_weight, EPS, weight, None, out, workspace=workspace, tiles=tiles, pdl=pdl)
+
+
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").mul_(scale).bfloat16()
+
+
+def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def check_one(case: Case, rows: int, bias: bool, tiles: Tiles | None, workspace: SplitWorkspace) -> dict:
+    """Compare one product with fp64, and its error with that of the same operations in plain torch."""
+    x, weight = normal(rows, case.in_size), normal(case.num_weight_rows, case.in_size, scale=case.in_size**-0.5)
+    norm_weight = None if case.kind == "add" else normal(case.in_size)
+    bias_N = normal(case.num_weight_rows) if bias else None
+    residual = normal(rows, case.num_out)
+    guarded = torch.full((rows + 1, case.num_out + 16), torch.nan, device="cuda", dtype=case.out_dtype)
+    out = guarded[:rows, : case.num_out]
+    plain, exact = x, x.double()
+    if norm_weight is not None:
+        plain = functional.rms_norm(x, (case.in_size,), None, EPS).mul_(norm_weight)
+        exact = exact / torch.sqrt(exact.square().mean(-1, keepdim=True) + EPS) * norm_weight.double()
+    plain = functional.linear(plain, weight, bias_N)
+    exact = functional.linear(exact, weight.double(), None if bias_N is None else bias_N.double())
+    workspace.partials.fill_(torch.nan)
+    if case.kind == "add":
+        out.copy_(residual)
+        plain, exact = residual + plain, residual.double() + exact
+        linear_add(x, weight, bias_N, out, workspace=workspace, tiles=tiles)
+    elif case.kind == "glu":
+        plain = functional.silu(plain[:, : case.num_out]) * plain[:, case.num_out :]
+        exact = functional.silu(exact[:, : case.num_out]) * exact[:, case.num_out :]
+        fused_norm_gate_up(x, norm_weight, EPS, weight, bias_N, out, workspace=workspace, tiles=tiles)
+    else:
+        fused_norm_linear(x, norm_weight, EPS, weight, bias_N, out, workspace=workspace, tiles=tiles)
+    error, plain_error = relative(out, exact), relative(plain, exact)
+    where = f"{case} rows={rows} bias={bias} tiles={tiles}: error {error:.2e}, plain torch {plain_error:.2e}"
+    assert error <= 1.05 * plain_error + 1e-5, where
+    assert guarded[rows].isnan().all() and guarded[:, case.num_out :].isnan().all(), f"wrote outside: {where}"
+    assert not workspace.arrivals.any(), f"left arrivals: {where}"
+    return {"name": case.name, "rows": rows, "bias": bias, "error": error, "plain_error": plain_error}
+
+
+def check_split_is_steady(workspace: SplitWorkspace) -> None:
+    """Run split products 20 times over poisoned partials and compare all bits."""
+    for case, tiles in ((CASES[6], RowTiles(64, 128, split=4)), (CASES[5], RowTiles(64, 128, split=2))):
+        x, norm_weight, weight = normal(8, case.in_size), normal(case.in_size), normal(case.num_weight_rows, case.in_size)
+        residual, first = normal(8, case.num_out), None
+        for _ in range(20):
+            workspace.partials.fill_(torch.nan)
+            out = residual.clone()
+            launch(case, x, norm_weight, weight, out, workspace, tiles, pdl=False)
+            first = out if first is None else first
+            assert torch.equal(out, first), f"{case}: {int((out != first).sum())} elements differ between runs"
+
+
+def check_programmatic_chain(rows: int, workspace: SplitWorkspace) -> None:
+    """Replay three layers of dependent products with programmatic launch and compare all bits with plain launches."""
+    cases = CASES[:4]
+    weights = [normal(case.num_weight_rows, case.in_size, scale=case.in_size**-0.5) for case in cases]
+    norm_weight, start = normal(1024), normal(rows, 1024)
+    residual, qkv, gated = start.clone(), normal(rows, 4096), normal(rows, 3072)
+    ends = ((residual, qkv), (qkv[:, :2048], residual), (residual, gated), (gated, residual))
+
+    def step(pdl: bool) -> None:
+        residual.copy_(start)
+        for _ in range(3):
+            for case, weight, (source, target) in zip(cases, weights, ends):
+                launch(case, source, norm_weight, weight, target, workspace, None, pdl=pdl)
+
+    step(False)
+    expected = residual.clone()
+    step(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(True)
+    for _ in range(20):
+        for buffer in (residual, qkv, gated):
+            buffer.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(residual, expected), (
+            f"{rows} rows: {int((residual != expected).sum())} elements differ under programmatic launch"
+        )
+    assert expected.isfinite().all()
+
+
+def check() -> list[dict]:
+    """Check random and target shapes, run-to-run bits of split products, and programmatic launch. Raises: AssertionError."""
+    torch.manual_seed(0)
+    workspace = allocate_workspace(torch.device("cuda"))
+    results = []
+    for index, rows in enumerate((1, 2, 7, 16, 24, 64)):
+        for offset, kind in enumerate(("norm", "add", "glu", "head")):
+            num_out, in_size = ((257, 1040), (1023, 2064), (2050, 1024))[(index + offset) % 3]
+            case = Case("random", kind, num_out * (2 if kind == "glu" else 1), in_size)
+            results.append(check_one(case, rows, index % 2 == 0, None, workspace))
+    for case in CASES:
+        if case.kind != "head":
+            results += [check_one(case, rows, False, None, workspace) for rows in (1, 8, 64)]
+    check_split_is_steady(workspace)
+    for rows in (1, 8, 64):
+        check_programmatic_chain(rows, workspace)
+    return results
+
+
+def time_graph(step: Callable[[int], object], num_launches: int) -> float:
+    """Return microseconds of one launch: the median over replays of a graph of `num_launches`."""
+    step(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_launches):
+            step(index)
+    times = []
+    for _ in range(9):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return 1000 * statistics.median(times[2:]) / num_launches
+
+
+def time_case(case: Case, rows: int, pool: torch.Tensor, workspace: SplitWorkspace) -> list[dict]:
+    """Time every candidate of one case. Returns a row for each, the fastest first."""
+    size = case.num_weight_rows * case.in_size
+    sets = min(pool.numel() // size, triton.cdiv(ROTATED_BYTES, 2 * size))
+    weights = [pool[index * size : (index + 1) * size].view(case.num_weight_rows, case.in_size) for index in range(sets)]
+    launches = max(sets, 3) if size > 1 << 24 else 2 * sets
+    x, norm_weight = normal(rows, case.in_size), normal(case.in_size)
+    out = torch.zeros(rows, case.num_out, device="cuda", dtype=case.out_dtype)
+
+    def measure(tiles: Tiles, pdl: bool) -> float:
+        return time_graph(lambda index: launch(case, x, norm_weight, weights[index % sets], out, workspace, tiles, pdl=pdl), launches)
+
+    def plain(index: int) -> torch.Tensor:
+        weight = weights[index % sets]
+        return torch.mm(x, weight.t(), out_dtype=torch.float32) if case.kind == "head" else functional.linear(x, weight)
+
+    cublas_us = time_graph(plain, launches)
+    default, *others = candidates(case, rows)
+    shared = {"name": case.name, "rows": rows, "shape": (case.num_weight_rows, case.in_size), "cublas_us": cublas_us}
+    timed = []
+    for tiles, pdl in [(default, False), *((entry, True) for entry in (default, *others))]:
+        try:
+            us = measure(tiles, pdl)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{case.name} rows={rows} {label(tiles)}: {error}")
+            continue
+        timed.append({**shared, "config": label(tiles), "pdl": pdl, "us": us, "tb_per_s": case.traffic(rows) / us / 1e6})
+    return sorted(timed, key=lambda row: row["us"])
+
+
+def jobs(row_counts: tuple[int, ...]) -> list[tuple[Case, int, Tiles, bool]]:
+    """List every kernel that `timings` launches."""
+    found = []
+    for rows in row_counts:
+        for case in CASES:
+            default, *others = candidates(case, rows)
+            found += [(case, rows, default, False), *((case, rows, tiles, True) for tiles in (default, *others))]
+    return found
+
+
+def compile_share(index: int, count: int, row_counts: tuple[int, ...]) -> None:
+    """Launch every `count`-th job once, so that its kernel is in Triton's cache on disk."""
+    workspace = allocate_workspace(torch.device("cuda"))
+    pool = torch.empty(POOL_ELEMENTS, device="cuda", dtype=torch.bfloat16)
+    for case, rows, tiles, pdl in jobs(row_counts)[index::count]:
+        weight = pool[: case.num_weight_rows * case.in_size].view(case.num_weight_rows, case.in_size)
+        x, out = normal(rows, case.in_size), torch.zeros(rows, case.num_out, device="cuda", dtype=case.out_dtype)
+        try:
+            launch(case, x, normal(case.in_size), weight, out, workspace, tiles, pdl=pdl)
+        except triton.runtime.errors.OutOfResources:
+            continue
+    torch.cuda.synchronize()
+
+
+def compile_all(row_counts: tuple[int, ...]) -> None:
+    """Compile what `timings` needs in several processes. Blocks: until all have ended."""
+    count = min(12, os.cpu_count() or 1)
+    root = Path(__file__).parents[2]
+    argv = [sys.executable, "-m", "tests.gpu.check_linear", "--compile", str(count), *map(str, row_counts)]
+    workers = [subprocess.Popen([*argv, "--share", str(index)], cwd=root) for index in range(count)]
+    codes = [worker.wait() for worker in workers]
+    assert not any(codes), f"compiling processes ended with {codes}"
+
+
+def timings(row_counts: tuple[int, ...] = TIMED_ROWS) -> list[dict]:
+    """Time all cases and print one line for each. Blocks: about half a minute."""
+    compile_all(row_counts)
+    torch.manual_seed(0)
+    workspace = allocate_workspace(torch.device("cuda"))
+    pool = torch.empty(POOL_ELEMENTS, device="cuda", dtype=torch.bfloat16).normal_()
+    rows_out = []
+    print("case         rows cublas |  best us  TB/s config | table's tiles: us, without pdl | runners-up")
+    for rows in row_counts:
+        for case in CASES:
+            timed = time_case(case, rows, pool, workspace)
+            rows_out += timed
+            default = label(candidates(case, rows)[0])
+            own = {row["pdl"]: row["us"] for row in timed if row["config"] == default}
+            best, *rest = [row for row in timed if row["pdl"]]
+            text = "; ".join(f"{row['config']} {row['us']:.1f}" for row in rest[:3])
+            print(
+                f"{case.name:12} {rows:3} {best['cublas_us']:7.1f} | {best['us']:7.1f} {best['tb_per_s']:5.2f} {best['config']:18}"
+                f" | {own.get(True, 0):.1f} {own.get(False, 0):.1f} | {text}"
+            )
+    return rows_out
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "--compile" in arguments:
+        share = int(arguments[arguments.index("--share") + 1])
+        count, *row_counts = (int(word) for word in arguments[1 : arguments.index("--share")])
+        compile_share(share, count, tuple(row_counts))
+        return
+    results = check()
+    print(f"check_linear: {len(results)} products right, largest error {max(row['error'] for row in results):.1e}")
+    timings(tuple(int(word) for word in arguments) or TIMED_ROWS)
+
+
+if __name__ == "__main__":
+    main()
