@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from areno.commands import DecodeLaunch, PrefillChunk, PrefillLaunch
 from areno.config import LANE_MULTIPLE, RESERVED_PAGES, ResolvedConfig
@@ -38,14 +37,13 @@ class CanaryGaps:
 
 
 class CanaryProof:
-    """Scores canaries. `path` is a decode path of its own with one bucket of rows over the shared store."""
+    """Scores canaries. `path` and `ring` are its own, with one bucket of rows over the shared store."""
 
     __slots__ = ("_forward", "_generation", "_pages", "_path", "_resolved", "_ring", "_store")
 
-    def __init__(self, forward: Forward, store: KVStore, path: DecodePath, resolved: ResolvedConfig) -> None:
-        self._forward, self._store, self._path, self._resolved = forward, store, path, resolved
+    def __init__(self, forward: Forward, store: KVStore, path: DecodePath, ring: ResultRing, resolved: ResolvedConfig) -> None:
+        self._forward, self._store, self._path, self._ring, self._resolved = forward, store, path, ring, resolved
         self._pages = np.arange(RESERVED_PAGES, RESERVED_PAGES + resolved.canary_pages, dtype=np.int64)
-        self._ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0)
         self._generation = 0
 
     def measure(self, canaries: Sequence[Canary]) -> CanaryGaps:
@@ -53,7 +51,7 @@ class CanaryProof:
         gaps, worst, largest = [], None, -1.0
         for number, canary in enumerate(canaries):
             tempered, _ = self._forward.score(canary.ids, canary.temperature)
-            gap = np.nan_to_num(np.abs(tempered.numpy().astype(np.float64) - canary.expected_logprobs), nan=np.inf)
+            gap = np.nan_to_num(np.abs(tempered.cpu().numpy().astype(np.float64) - canary.expected_logprobs), nan=np.inf)
             gaps.append(gap)
             if gap.max() > largest:
                 largest = float(gap.max())
@@ -69,7 +67,7 @@ class CanaryProof:
         prompt_tokens = max(ids.size // 2, 1)
         forced = ids[prompt_tokens:]
         # Weights that failed an earlier proof may have left NaN here.
-        self._store.clear(torch.from_numpy(self._pages))
+        self._store.clear(self._pages)
         self._enter_row(canary, ids[:prompt_tokens], forced)
         variant = Variant(temperature=canary.temperature not in (0.0, 1.0), slots=True)
         lanes: dict[str, np.ndarray] = {"seats": np.zeros(1, dtype=np.int64), "generations": np.array([self._generation], dtype=np.int32)}
@@ -85,16 +83,16 @@ class CanaryProof:
             seat=0,
             generation=self._generation,
         )
-        logits = self._forward.prefill([chunk]).logits
-        assert logits is not None, "a complete prompt has logits"
+        computed = self._forward.prefill([chunk])
         measured = []
         for step in range(forced.size):
             _, records = self._ring.take(seats=lanes["seats"], generations=lanes["generations"], version=0)
             if step == 0:
                 launch = PrefillLaunch(chunks=(chunk,), fork_sources=nothing, fork_targets=nothing, variant=variant, **lanes)
-                self._path.sample_prefill(launch, logits, records)
+                self._path.sample_prefill(launch, computed, records)
             else:
                 self._path.decode(DecodeLaunch(bucket=LANE_MULTIPLE, longest=prompt_tokens + step, variant=variant, **lanes), records)
+            self._ring.launched()
             measured.append(float(self._ring.ready(drain=True)[0].logprobs[0, 0]))
         gap = np.abs(np.array(measured) - canary.expected_logprobs[prompt_tokens - 1 : ids.size - 1])
         return float(np.nan_to_num(gap, nan=np.inf).max())

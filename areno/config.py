@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from areno.errors import InvalidConfig
 
@@ -21,7 +22,6 @@ SINK_PAGE = 1
 RESERVED_PAGES = 2
 CANARY_TOKENS = 64
 GROW_TOKENS = 64
-DEFAULT_KV_BYTES = 1 << 30
 
 
 def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -31,30 +31,34 @@ def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine.
+    """Options of one engine. What is None follows from the device ("auto": a CUDA device if there is one) and the model.
 
-    Units: `max_prefill_tokens` per step; `page_size` in tokens; `num_pages` defaults to what every row could fill, at most 1 GiB
-    (or one whole context); `run_ahead` in launches whose results are withheld.
-    `decode_tables` picks the resident tables or the per-step rebuilt baseline. `seed` seeds the seeds of requests
-    that bring none. `canary_tolerance` and `canary_mean_tolerance` are nats; None follows from the dtype.
+    Units: `max_prefill_tokens` per step; `page_size` in tokens; `num_pages` defaults to what every row could fill, on the CPU at
+    most 1 GiB (or one whole context), on a CUDA device what `gpu_memory_fraction` of its memory leaves beside weights, staged
+    weights and buffers; `run_ahead` in launches in flight beside the one that is read.
+    `graphs` captures decode on a CUDA device; without it the same kernels are launched one by one. `decode_tables` picks the
+    resident tables or the per-step rebuilt baseline. `seed` seeds the seeds of requests that bring none. `canary_tolerance`
+    and `canary_mean_tolerance` are nats; None follows from the dtype.
     Raises: InvalidConfig.
     """
 
     model: str
     dtype: str | None = None
-    device: str = "cpu"
-    max_rows: int = 64
+    device: str = "auto"
+    max_rows: int | None = None
     page_size: int | None = None
     num_pages: int | None = None
     max_model_len: int | None = None
-    max_prefill_tokens: int = 512
-    run_ahead: int = 0
+    max_prefill_tokens: int | None = None
+    run_ahead: int | None = None
     ring_slots: int = 8
     decode_tables: str = "resident"
     sampling_slots: int = 32
     kept_ids: bool = False
     prefix_cache: bool = True
     compaction_steps: int = 8
+    graphs: bool = True
+    gpu_memory_fraction: float = 0.9
     seed: int | None = None
     initial_version: int = 0
     canary_tolerance: float | None = None
@@ -91,14 +95,31 @@ class EngineConfig:
             f"known: {', '.join(DECODE_PATHS)}",
             "use decode_tables='resident'",
         )
-        _require(self.device == "cpu", "device", self.device, "this version runs on the CPU", "use device='cpu'")
-        slots_needed = 2 * (self.run_ahead + 1)
+        _require(
+            self.device in ("auto", "cpu", "cuda") or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),
+            "device",
+            self.device,
+            "known: auto, cpu, cuda, cuda:N",
+            "use device='auto'",
+        )
+        slots_needed = 2 * ((self.run_ahead or 0) + 1)
         _require(
             self.ring_slots >= slots_needed,
             "ring_slots",
             self.ring_slots,
-            f"run_ahead={self.run_ahead} needs at least {slots_needed}",
+            f"run_ahead={self.run_ahead or 0} needs at least {slots_needed}",
             "raise ring_slots",
+        )
+        for name in ("kept_ids", "prefix_cache", "graphs"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "True or False", f"set {name} to one of them")
+        share = self.gpu_memory_fraction
+        _require(
+            isinstance(share, int | float) and 0.0 < share <= 1.0,
+            "gpu_memory_fraction",
+            share,
+            "a number above 0, at most 1",
+            "leave gpu_memory_fraction at 0.9",
         )
         for name in ("canary_tolerance", "canary_mean_tolerance"):
             value = getattr(self, name)
@@ -113,13 +134,16 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What the options mean for one model: sizes of everything that is allocated once.
+    """What the options mean for one model on one device: sizes of everything that is allocated once.
 
     `num_pages` counts usable pages; the store has `RESERVED_PAGES` and the canary's pages beside them.
     """
 
     dtype: str
+    device: str
     max_rows: int
+    max_prefill_tokens: int
+    run_ahead: int
     table_rows: int
     page_size: int
     num_pages: int
@@ -146,17 +170,29 @@ class ResolvedConfig:
         return next(bucket for bucket in self.buckets if bucket >= rows)
 
 
-def _buckets(max_rows: int) -> tuple[int, ...]:
-    """Return multiples of four: products of such row counts give the same bits for a row in every bucket on the CPU."""
-    top = -(-max_rows // LANE_MULTIPLE) * LANE_MULTIPLE
-    sizes = {4, 8, 16, top} | set(range(24, min(top, 64) + 1, 8)) | set(range(80, top + 1, 16))
-    return tuple(sorted(size for size in sizes if size <= top))
+def _buckets(max_rows: int, *, smallest: int) -> tuple[int, ...]:
+    """Return the row counts that decode runs at.
+
+    On the CPU they are multiples of four: products of such row counts give the same bits for a row in every bucket there.
+    """
+    top = -(-max_rows // smallest) * smallest
+    sizes = {1, 2, 4, 8, 16, top} | set(range(24, min(top, 64) + 1, 8)) | set(range(80, top + 1, 16))
+    return tuple(sorted(size for size in sizes if smallest <= size <= top))
 
 
-def resolve(config: EngineConfig, *, model_max_len: int, token_kv_bytes: int) -> ResolvedConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """What the device gives: its name, its kind, and how many bytes keys and values may take at most."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    kv_bytes: int
+
+
+def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, token_kv_elements: int) -> ResolvedConfig:
     """Work out the sizes for a model with a context of `model_max_len` tokens. Raises: InvalidConfig.
 
-    Units: `token_kv_bytes` is what the keys and values of one token take in fp32, all layers.
+    `token_kv_elements` is how many numbers the keys and values of one token are, all layers.
     """
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise InvalidConfig(
@@ -166,21 +202,40 @@ def resolve(config: EngineConfig, *, model_max_len: int, token_kv_bytes: int) ->
             limit=f"at most {model_max_len}",
             remedy="lower max_model_len",
         )
-    dtype = config.dtype or "float32"
-    page_size = config.page_size or 16
+    on_cpu = device.kind == "cpu"
+    dtype = config.dtype or ("float32" if on_cpu else "bfloat16")
+    page_size = config.page_size or (16 if on_cpu else 64)
+    max_rows = config.max_rows or (64 if on_cpu else 256)
+    run_ahead = config.run_ahead if config.run_ahead is not None else (0 if on_cpu else 2)
     max_len = config.max_model_len or min(model_max_len, 32768)
     pages_per_row = -(-max_len // page_size)
-    buckets = _buckets(config.max_rows)
+    buckets = _buckets(max_rows, smallest=LANE_MULTIPLE if on_cpu else 1)
     exact = dtype == "float32"
-    page_bytes = page_size * token_kv_bytes // (1 if exact else 2)
-    affordable = DEFAULT_KV_BYTES // page_bytes
+    page_bytes = page_size * token_kv_elements * (4 if exact else 2)
+    affordable = device.kv_bytes // page_bytes
+    canary_pages = -(-min(CANARY_TOKENS, max_len) // page_size)
+    if not on_cpu:
+        affordable -= RESERVED_PAGES + canary_pages
+        needed = config.num_pages or 1
+        if affordable < needed:
+            raise InvalidConfig(
+                f"the model leaves room for {max(affordable, 0)} pages of keys and values on {device.name}",
+                field="num_pages",
+                value=config.num_pages,
+                limit=f"{needed} of {page_bytes:,} bytes are needed",
+                remedy="raise gpu_memory_fraction, lower num_pages, max_rows or max_prefill_tokens, or take a device with more memory",
+            )
+    wanted = max_rows * pages_per_row
     return ResolvedConfig(
         dtype=dtype,
-        max_rows=config.max_rows,
+        device=device.name,
+        max_rows=max_rows,
+        max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 2048),
+        run_ahead=run_ahead,
         table_rows=buckets[-1],
         page_size=page_size,
-        num_pages=config.num_pages or min(config.max_rows * pages_per_row, max(pages_per_row, affordable)),
-        canary_pages=-(-min(CANARY_TOKENS, max_len) // page_size),
+        num_pages=config.num_pages or min(wanted, max(pages_per_row, affordable) if on_cpu else affordable),
+        canary_pages=canary_pages,
         max_model_len=max_len,
         pages_per_row=pages_per_row,
         buckets=buckets,

@@ -18,25 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from areno.canary import CanaryGaps, CanaryProof
-from areno.config import LANE_MULTIPLE, EngineConfig, ResolvedConfig, resolve
-from areno.decode.path import DecodePath
-from areno.decode.rebuilt import RebuiltPath
-from areno.decode.resident import ResidentPath
-from areno.decode.results import ResultRing
-from areno.decode.tables import DecodeTables
-from areno.errors import CanaryMismatch, InvalidConfig, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
-from areno.executor import Executor
-from areno.forward import Forward
-from areno.kv.store import KVStore
+from areno.config import EngineConfig, resolve
+from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
-from areno.models.registry import build_model
+from areno.rank import build_rank, check_host_memory, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
-from areno.sampling.penalties import SlotTables
-from areno.sampling.sampler import Sampler
 from areno.scheduler import Scheduler
 from areno.weights.load import load_checkpoint
 from areno.weights.names import TensorSpec
@@ -73,25 +62,6 @@ class Score:
     version: int
 
 
-def _check_memory(config: EngineConfig, resolved: ResolvedConfig, token_kv_bytes: int) -> None:
-    """Refuse a pool that was asked for and that free memory cannot hold, before anything is allocated. Raises: InvalidConfig.
-
-    Pages that were not asked for are bounded by their default; the system hands out their memory as they are used.
-    """
-    if config.num_pages is None:
-        return
-    page_bytes = resolved.page_size * token_kv_bytes // (1 if resolved.dtype == "float32" else 2)
-    wanted, free = resolved.store_pages * page_bytes, psutil.virtual_memory().available
-    if wanted > free:
-        raise InvalidConfig(
-            f"num_pages={config.num_pages} needs {wanted / 2**30:,.1f} GiB for keys and values",
-            field="num_pages",
-            value=config.num_pages,
-            limit=f"{free / 2**30:,.1f} GiB of memory are free, one page of {resolved.page_size} tokens takes {page_bytes:,} bytes",
-            remedy=f"set num_pages to {max(1, free // 2 // page_bytes)} or less, or leave it out",
-        )
-
-
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
 
@@ -101,31 +71,19 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         folder = Path(config.model)
         model_config = read_model_config(folder)
-        token_kv_bytes = 2 * 4 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
-        resolved = resolve(config, model_max_len=model_config.max_position_embeddings, token_kv_bytes=token_kv_bytes)
-        _check_memory(config, resolved, token_kv_bytes)
-        dtype: torch.dtype = getattr(torch, resolved.dtype)
-        device = torch.device(config.device)
-        self._model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)
-        self._table = self._model.table
-        load_checkpoint(folder, self._table)
-        self._store = KVStore(
-            num_layers=model_config.num_layers,
-            num_pages=resolved.store_pages,
-            page_size=resolved.page_size,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            device=device,
+        token_kv_elements = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
+        device = find_device(config.device)
+        limits_of_device = measure_device(device, config, model_config)
+        resolved = resolve(
+            config, limits_of_device, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
         )
-        sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids, device=device)
-        self._forward = Forward(self._model, self._store, sampler, dtype)
-        vocab_size = model_config.vocab_size
-        self._path = _make_path(config, resolved, self._forward, vocab_size, rows=resolved.table_rows, slots=max(config.sampling_slots, 1))
-        self._ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=config.run_ahead, kept=config.kept_ids)
-        self._executor = Executor(self._forward, self._store, self._path, self._ring, version=config.initial_version)
-        proof_path = _make_path(config, resolved, self._forward, vocab_size, rows=LANE_MULTIPLE, slots=1)
-        self._proof = CanaryProof(self._forward, self._store, proof_path, resolved)
+        if device.type == "cpu":
+            check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
+        rank = build_rank(config, resolved, model_config, device)
+        self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
+        self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
+        load_checkpoint(folder, self._table)
+        self._proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,
@@ -144,7 +102,7 @@ class Engine:
         self.info = EngineInfo(
             model_type=model_config.model_type,
             dtype=resolved.dtype,
-            device=config.device,
+            device=resolved.device,
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,
             eos_ids=model_config.eos_ids,
@@ -154,7 +112,7 @@ class Engine:
             pool_tokens=resolved.pool_tokens,
             max_rows=resolved.max_rows,
             sampling_slots=config.sampling_slots,
-            run_ahead=config.run_ahead,
+            run_ahead=resolved.run_ahead,
             decode_tables=config.decode_tables,
             num_parameters=self._table.num_parameters,
         )
@@ -217,7 +175,7 @@ class Engine:
             )
         with torch.inference_mode():
             tempered, raw = self._forward.score(array, sampling.temperature)
-        return Score(token_logprobs=tempered.numpy().copy(), raw_logprobs=raw.numpy().copy(), version=self.version)
+        return Score(token_logprobs=tempered.cpu().numpy().copy(), raw_logprobs=raw.cpu().numpy().copy(), version=self.version)
 
     def _check_scorable(self, name: str, ids: np.ndarray) -> None:
         if ids.size > self.info.max_model_len:
@@ -347,7 +305,7 @@ class Engine:
         assert not self._store.keys[:, 0].any() and not self._store.values[:, 0].any(), "the zero page was written"
         if self._ring.num_pending:
             return
-        state = {name: tensor.numpy() for name, tensor in self._path.row_state().items()}
+        state = {name: tensor.cpu().numpy() for name, tensor in self._path.row_state().items()}
         for row, live in self._scheduler.rows_expected().items():
             assert state["generation"][row] == live.generation, f"row {row} is of another request"
             assert state["alive"][row], f"row {row} died unseen"
@@ -380,15 +338,6 @@ class Engine:
             limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
             remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
         )
-
-
-def _make_path(config: EngineConfig, resolved: ResolvedConfig, forward: Forward, vocab_size: int, *, rows: int, slots: int) -> DecodePath:
-    device = torch.device(config.device)
-    tables = SlotTables(num_slots=slots, vocab_size=vocab_size, max_forced=resolved.max_model_len, device=device)
-    sizes = {"num_rows": rows, "pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}
-    if config.decode_tables == "rebuilt":
-        return RebuiltPath(forward, slots=tables, **sizes)
-    return ResidentPath(forward, DecodeTables(slots=tables, device=device, **sizes))
 
 
 def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tuple[PromptScore, ...]) -> StepOutput:

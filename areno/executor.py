@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from areno.commands import ApplyDelta, ClearPages, Command, CopyPages, DecodeLaunch, PrefillLaunch
 from areno.decode.path import DecodePath
 from areno.decode.results import ResultRing
@@ -34,9 +32,9 @@ class Executor:
             return
         started = time.perf_counter()
         if isinstance(command, ClearPages):
-            self._store.clear(torch.from_numpy(command.pages))
+            self._store.clear(command.pages)
         elif isinstance(command, CopyPages):
-            self._store.copy(torch.from_numpy(command.sources), torch.from_numpy(command.targets))
+            self._store.copy(command.sources, command.targets)
         elif isinstance(command, PrefillLaunch):
             self._prefill(command)
         else:
@@ -46,13 +44,14 @@ class Executor:
     def _prefill(self, launch: PrefillLaunch) -> None:
         computed = self._forward.prefill(launch.chunks)
         if launch.fork_sources.size:
-            self._store.copy(torch.from_numpy(launch.fork_sources), torch.from_numpy(launch.fork_targets))
+            self._store.copy(launch.fork_sources, launch.fork_targets)
         if launch.reports:
             record, records = self._ring.take(seats=launch.seats, generations=launch.generations, version=self.version)
             record.scores.extend(computed.scores)
-            if computed.logits is not None:
-                self._path.sample_prefill(launch, computed.logits, records)
+            self._path.sample_prefill(launch, computed, records)
+            self._ring.launched()
 
     def _decode(self, launch: DecodeLaunch) -> None:
         _, records = self._ring.take(seats=launch.seats, generations=launch.generations, version=self.version)
         self._path.decode(launch, records)
+        self._ring.launched()

@@ -1,13 +1,15 @@
-"""The model, its K/V store and its sampler as one thing to run: lanes or prompt chunks in, drawn tokens out.
+"""The model, its K/V store and its sampler as one thing to run: lanes or prompt chunks in, logits and drawn tokens out.
 
 Both decode paths and the prefill go through here, so a token is computed by the same arithmetic whoever keeps the row
-state. The executor makes one; the weights behind it change only between launches.
+state. On a CUDA device prompts run through the fused decoder. The rank makes one; the weights behind it change only
+between launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +24,10 @@ from areno.layers.attention import DecodeAttention, DenseAttention, PrefillAtten
 from areno.models.dense import DenseDecoder
 from areno.sampling.sampler import Drawn, LaneParams, Sampler
 from areno.sampling.variant import Variant
+from areno.uploads import upload
+
+if TYPE_CHECKING:
+    from areno.models.dense_cuda import FusedDecoder
 
 SCORE_ROWS = 512
 
@@ -32,19 +38,37 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """What a prefill gives. Shapes: `logits` float32 [B, V], one per sampled row in the chunks' order; None without one."""
+    """What a prefill gives. Shapes: `logits` float32 [S, V], one per completed prompt in the chunks' order; None without one.
+
+    `places` [B] names the logits of each sampled row: several rows of a group share them.
+    """
 
     logits: torch.Tensor | None
+    places: Sequence[int]
     scores: list[ChunkScores]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """Chunks end to end. Shapes: `ids`, `positions` and `slots` int64 [T], padding included; `offsets` [C + 1]."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    counts: list[int]
+    offsets: list[int]
 
 
 class Forward:
     """One rank's model over one store."""
 
-    __slots__ = ("_dtype", "_model", "_sampler", "_store", "_windows")
+    __slots__ = ("_device", "_dtype", "_fused", "_model", "_sampler", "_store", "_windows")
 
-    def __init__(self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype) -> None:
-        self._model, self._store, self._sampler, self._dtype = model, store, sampler, dtype
+    def __init__(
+        self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype, fused: FusedDecoder | None = None
+    ) -> None:
+        self._model, self._store, self._sampler, self._dtype, self._fused = model, store, sampler, dtype, fused
+        self._device = model.table.device
         self._windows = {layer: window for layer, window in enumerate(model.config.windows) if window is not None}
 
     def decode(self, lanes: Lanes, longest: int) -> torch.Tensor:
@@ -54,10 +78,25 @@ class Forward:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
         """Run packed chunks; return the logits of the rows they complete and the scores they were asked for. Mutates: the store."""
+        packed = self._pack(chunks)
+        hidden = self._run(chunks, packed) if self._fused is None else self._run_fused(chunks, packed, self._fused)
+        ends = [offset + count - 1 for chunk, offset, count in zip(chunks, packed.offsets, packed.counts) if chunk.rows]
+        rows = [len(chunk.rows) for chunk in chunks if chunk.rows]
+        logits = None
+        if ends:
+            (last,) = upload(self._device, np.array(ends + [ends[-1]] * (self._padded(len(ends)) - len(ends)), dtype=np.int64))
+            logits = self._model.logits(hidden.index_select(0, last))[: len(ends)]
+        places = [place for place, count in enumerate(rows) for _ in range(count)]
+        return PrefillResult(logits=logits, places=places, scores=self._score_chunks(chunks, packed.offsets, hidden))
+
+    def _padded(self, count: int) -> int:
+        return _padded(count) if self._device.type == "cpu" else count
+
+    def _pack(self, chunks: Sequence[PrefillChunk]) -> _Packed:
         page_size = self._store.page_size
         counts = [chunk.ids.size for chunk in chunks]
         offsets = [0, *np.cumsum(counts).tolist()]
-        total = _padded(offsets[-1])
+        total = self._padded(offsets[-1])
         ids = np.zeros(total, dtype=np.int64)
         positions = np.zeros(total, dtype=np.int64)
         slots = np.full(total, self._store.sink_slot, dtype=np.int64)
@@ -66,17 +105,37 @@ class Forward:
             ids[span] = chunk.ids
             positions[span] = position = np.arange(chunk.start, chunk.start + count)
             slots[span] = chunk.pages[position // page_size] * page_size + position % page_size
+        return _Packed(ids=ids, positions=positions, slots=slots, counts=counts, offsets=offsets)
+
+    def _run(self, chunks: Sequence[PrefillChunk], packed: _Packed) -> torch.Tensor:
         starts, tables = [chunk.start for chunk in chunks], [chunk.pages for chunk in chunks]
-        groups = group_chunks(starts, counts, offsets, tables, page_size, self._dtype, self._windows)
-        attend = PrefillAttention(self._store, groups, torch.from_numpy(slots))
-        hidden = self._model.forward(torch.from_numpy(ids), torch.from_numpy(positions), attend)
-        complete = [(offset + count - 1, len(chunk.rows)) for chunk, offset, count in zip(chunks, offsets, counts) if chunk.rows]
-        logits = None
-        if complete:
-            last = [place for place, _ in complete]
-            computed = self._model.logits(hidden[last + [last[-1]] * (_padded(len(last)) - len(last))])
-            logits = computed[[lane for lane, (_, rows) in enumerate(complete) for _ in range(rows)]]
-        return PrefillResult(logits=logits, scores=self._score_chunks(chunks, offsets, hidden))
+        groups = group_chunks(starts, packed.counts, packed.offsets, tables, self._store.page_size, self._dtype, self._windows)
+        attend = PrefillAttention(self._store, groups, torch.from_numpy(packed.slots))
+        return self._model.forward(torch.from_numpy(packed.ids), torch.from_numpy(packed.positions), attend)
+
+    def _run_fused(self, chunks: Sequence[PrefillChunk], packed: _Packed, fused: FusedDecoder) -> torch.Tensor:
+        from areno.models.dense_cuda import ChunkPlan
+
+        page_size = self._store.page_size
+        spans = [chunk.start + count for chunk, count in zip(chunks, packed.counts)]
+        places = [
+            (chunk.pages[: -(-span // page_size), None] * page_size + np.arange(page_size)).reshape(-1)[:span]
+            for chunk, span in zip(chunks, spans)
+        ]
+        narrow = [array.astype(np.int32) for array in (packed.ids, packed.positions, packed.slots)]
+        starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (packed.counts, spans)]
+        ids, positions, slots, starts_q, starts_k, seen = upload(self._device, *narrow, *starts, np.concatenate(places))
+        plan = ChunkPlan(
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            starts_q=starts_q,
+            starts_k=starts_k,
+            places=seen,
+            counts=packed.counts,
+            spans=spans,
+        )
+        return fused.prefill(plan)
 
     def _score_chunks(self, chunks: Sequence[PrefillChunk], offsets: Sequence[int], hidden_TH: torch.Tensor) -> list[ChunkScores]:
         scores = []
@@ -89,8 +148,8 @@ class Forward:
                         seat=chunk.seat,
                         generation=chunk.generation,
                         position=chunk.score_from + 1,
-                        logprobs=tempered.numpy(),
-                        raw_logprobs=raw.numpy(),
+                        logprobs=_on_its_way(tempered),
+                        raw_logprobs=_on_its_way(raw),
                     )
                 )
         return scores
@@ -106,19 +165,27 @@ class Forward:
         padded[:count] = ids
         positions = np.zeros_like(padded)
         positions[:count] = np.arange(count)
-        hidden = self._model.forward(torch.from_numpy(padded), torch.from_numpy(positions), DenseAttention([count], self._windows))
+        given, places = upload(self._device, padded, positions)
+        hidden = self._model.forward(given, places, DenseAttention([count], self._windows))
         return self._chosen(hidden[: count - 1], ids[1:], temperature)
 
     def _chosen(self, hidden_SH: torch.Tensor, targets: np.ndarray, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities of one target after each hidden state, the head running over slices of rows."""
-        chosen = torch.from_numpy(targets)[:, None]
+        (chosen,) = upload(self._device, targets[:, None])
         tempered, raw = [], []
         for start in range(0, targets.size, SCORE_ROWS):
             rows = hidden_SH[start : start + SCORE_ROWS]
             count = rows.shape[0]
-            logits = self._model.logits(F.pad(rows, (0, 0, 0, _padded(count) - count)))[:count]
+            logits = self._model.logits(F.pad(rows, (0, 0, 0, self._padded(count) - count)))[:count]
             picked = chosen[start : start + count]
             raw.append(torch.log_softmax(logits, dim=1).gather(1, picked)[:, 0])
             plain = temperature in (0.0, 1.0)
             tempered.append(raw[-1] if plain else torch.log_softmax(logits / temperature, dim=1).gather(1, picked)[:, 0])
         return torch.cat(tempered), torch.cat(raw)
+
+
+def _on_its_way(values: torch.Tensor) -> np.ndarray:
+    """Return host memory that holds `values` once the launch has passed."""
+    if values.device.type == "cpu":
+        return values.numpy()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True).numpy()

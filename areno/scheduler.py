@@ -262,7 +262,7 @@ class Scheduler:
         self.counters["prompt_tokens"] += live.prompt_tokens
 
     def _plan_prefill(self) -> tuple[list[PageCopy], PrefillLaunch | None]:
-        budget = self._config.max_prefill_tokens
+        budget = self._resolved.max_prefill_tokens
         copies: list[PageCopy] = []
         forks: list[PageCopy] = []
         chunks: list[PrefillChunk] = []

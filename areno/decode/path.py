@@ -9,6 +9,7 @@ import torch
 from areno.commands import DecodeLaunch, PrefillLaunch
 from areno.decode.deltas import DeltaSlot
 from areno.decode.results import LaneRecords
+from areno.forward import PrefillResult
 
 
 class DecodePath(Protocol):
@@ -20,8 +21,8 @@ class DecodePath(Protocol):
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
         """Run one token of rows 0..bucket - 1 and write their records."""
 
-    def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
-        """Draw the next token of each row whose prompt is complete and write its record. Shapes: one row of logits per lane."""
+    def sample_prefill(self, launch: PrefillLaunch, computed: PrefillResult, records: LaneRecords) -> None:
+        """Draw the next token of each row whose prompt is complete and write its record; called for every launch that reports."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of `alive`, `length`, `generation`, `last_token` and `page_table` for integrity checks."""

@@ -18,7 +18,7 @@ from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
 from areno.decode.tables import FLOAT_FIELDS, INT_FIELDS, Lanes
-from areno.forward import Forward
+from areno.forward import Forward, PrefillResult
 from areno.layers.attention import table_width
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
@@ -120,11 +120,13 @@ class RebuiltPath:
         drawn = self._forward.draw(logits, self._params(rows, slots=launch.variant.slots), launch.variant)
         self._advance(rows, running, starved, drawn, records, slots=launch.variant.slots)
 
-    def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
+    def sample_prefill(self, launch: PrefillLaunch, computed: PrefillResult, records: LaneRecords) -> None:
         """Draw the next token of each row whose prompt is complete and write its record."""
+        if computed.logits is None:
+            return
         places = np.array(launch.rows, dtype=np.int64)
         rows = self._rows.select(places)
-        drawn = self._forward.draw(logits_BV, self._params(rows, slots=launch.variant.slots), launch.variant)
+        drawn = self._forward.draw(computed.logits[computed.places], self._params(rows, slots=launch.variant.slots), launch.variant)
         self._advance(rows, rows.alive.copy(), np.zeros(places.size, dtype=bool), drawn, records, slots=launch.variant.slots)
         self._rows.ints[:, places], self._rows.alive[places] = rows.ints, rows.alive
 

@@ -8,7 +8,7 @@ from areno.commands import DecodeLaunch, PrefillLaunch
 from areno.decode.deltas import DeltaSlot
 from areno.decode.results import LaneRecords
 from areno.decode.tables import DecodeTables
-from areno.forward import Forward
+from areno.forward import Forward, PrefillResult
 
 
 class ResidentPath:
@@ -31,11 +31,13 @@ class ResidentPath:
         drawn = self._forward.draw(logits, rows.params(slots=launch.variant.slots), launch.variant)
         rows.advance(lanes.running, lanes.starved, drawn, records, slots=launch.variant.slots)
 
-    def sample_prefill(self, launch: PrefillLaunch, logits_BV: torch.Tensor, records: LaneRecords) -> None:
+    def sample_prefill(self, launch: PrefillLaunch, computed: PrefillResult, records: LaneRecords) -> None:
         """Draw the next token of each row whose prompt is complete and write its record."""
+        if computed.logits is None:
+            return
         places = torch.tensor(launch.rows)
         rows = self.tables.gather(places)
-        drawn = self._forward.draw(logits_BV, rows.params(slots=launch.variant.slots), launch.variant)
+        drawn = self._forward.draw(computed.logits[computed.places], rows.params(slots=launch.variant.slots), launch.variant)
         rows.advance(rows.state.alive.clone(), None, drawn, records, slots=launch.variant.slots)
         self.tables.put(places, rows)
 

@@ -1,8 +1,9 @@
 """The result ring: what each launch says about its lanes, written by the launch and read later by the host.
 
 Every launch that samples takes the next slot. The host reads a slot once its launch has passed, and no slot is taken
-again before it was read; `run_ahead` withholds results on the CPU until that many further launches were made, so that
-late news can be tested without a device. The executor writes, the engine reads.
+again before it was read. On a CUDA device the ring lies in pinned memory that the launch writes, one event a slot tells
+that it has passed, and the host waits only when `run_ahead` further launches are in flight. On the CPU results are
+withheld until that many further launches were made, so that late news can be tested without a device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from areno.decode.launch import LaunchRecord, LaunchResult
 from areno.sampling.kept import MAX_KEPT
 from areno.sampling.sampler import Drawn
 
-_WORDS = 6
+RECORD_WORDS = 6
 
 
 class LaneRecords:
@@ -28,12 +29,10 @@ class LaneRecords:
 
     __slots__ = ("array", "floats", "kept_count", "kept_ids", "words")
 
-    def __init__(self, words: torch.Tensor, *, kept: bool) -> None:
-        lanes = words.shape[1]
+    def __init__(self, words: torch.Tensor, kept_ids: torch.Tensor | None, kept_count: torch.Tensor | None) -> None:
         self.words, self.floats = words, words[3:].view(torch.float32)
         self.array = words.numpy()
-        self.kept_ids = torch.zeros((lanes, MAX_KEPT), dtype=torch.int32) if kept else None
-        self.kept_count = torch.zeros(lanes, dtype=torch.int32) if kept else None
+        self.kept_ids, self.kept_count = kept_ids, kept_count
 
     def write(self, status: torch.Tensor, generation: torch.Tensor, token: torch.Tensor, drawn: Drawn) -> None:
         """Store what a launch did with its first lanes. Shapes: int32 [n] each. Mutates: this slot."""
@@ -61,14 +60,29 @@ class LaneRecords:
 
 
 class ResultRing:
-    """`slots` places of `lanes` lanes each, at fixed addresses."""
+    """`slots` places of `lanes` lanes each, at fixed addresses.
 
-    __slots__ = ("_pending", "_records", "_taken", "run_ahead")
+    Shapes: `words` int32 [slots, 6, lanes], `kept_ids` [slots, lanes, 64] and `kept_count` [slots, lanes], in host memory.
+    """
 
-    def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False) -> None:
+    __slots__ = ("_events", "_pending", "_records", "_taken", "kept_count", "kept_ids", "run_ahead", "words")
+
+    def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False, device: torch.device | None = None) -> None:
         self.run_ahead = run_ahead
-        block = torch.zeros((slots, _WORDS, lanes), dtype=torch.int32)
-        self._records = [LaneRecords(words, kept=kept) for words in block]
+        mapped = device is not None and device.type == "cuda"
+        ints = {"dtype": torch.int32, "pin_memory": mapped}
+        self.words = torch.zeros((slots, RECORD_WORDS, lanes), **ints)
+        self.kept_ids = torch.zeros((slots, lanes, MAX_KEPT), **ints) if kept else None
+        self.kept_count = torch.zeros((slots, lanes), **ints) if kept else None
+        self._events = [torch.cuda.Event() for _ in range(slots)] if mapped else None
+        self._records = [
+            LaneRecords(
+                self.words[slot],
+                None if self.kept_ids is None else self.kept_ids[slot],
+                None if self.kept_count is None else self.kept_count[slot],
+            )
+            for slot in range(slots)
+        ]
         self._pending: deque[LaunchRecord] = deque()
         self._taken = 0
 
@@ -96,10 +110,28 @@ class ResultRing:
         self._pending.append(launch)
         return launch, self._records[slot]
 
+    def launched(self) -> None:
+        """Mark that all work of the launch that took the newest slot is in the device's queue."""
+        if self._events is not None:
+            self._events[(self._taken - 1) % len(self._records)].record()
+
     def ready(self, *, drain: bool) -> list[LaunchResult]:
-        """Return the launches that may be read now, oldest first; all of them with `drain`."""
+        """Return the launches that may be read now, oldest first; all of them with `drain`.
+
+        Blocks: on a CUDA device with `drain`, or while more than `run_ahead` launches are unread.
+        """
         results = []
-        while self._pending and (drain or len(self._pending) > self.run_ahead):
+        while self._pending:
+            if not self._may_read(self._pending[0].slot, wait=drain or len(self._pending) > self.run_ahead):
+                break
             launch = self._pending.popleft()
             results.append(self._records[launch.slot].read(launch))
         return results
+
+    def _may_read(self, slot: int, *, wait: bool) -> bool:
+        if self._events is None:
+            return wait
+        if wait:
+            self._events[slot].synchronize()
+            return True
+        return self._events[slot].query()

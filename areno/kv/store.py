@@ -6,9 +6,11 @@ read: dead lanes and padding write there. The executor is the only caller; addre
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from areno.config import SINK_PAGE
+from areno.uploads import upload
 
 
 class KVStore:
@@ -40,15 +42,17 @@ class KVStore:
         self._flat_keys[layer].index_copy_(0, slots_T, k_TKD)
         self._flat_values[layer].index_copy_(0, slots_T, v_TKD)
 
-    def clear(self, pages: torch.Tensor) -> None:
+    def clear(self, pages: np.ndarray) -> None:
         """Zero whole pages in every layer. Mutates: these pages."""
-        self.keys.index_fill_(1, pages, 0.0)
-        self.values.index_fill_(1, pages, 0.0)
+        (places,) = upload(self.keys.device, pages)
+        self.keys.index_fill_(1, places, 0.0)
+        self.values.index_fill_(1, places, 0.0)
 
-    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole pages in every layer; all sources are read first. Mutates: the target pages."""
-        self.keys[:, targets] = self.keys[:, sources]
-        self.values[:, targets] = self.values[:, sources]
+        given, taken = upload(self.keys.device, sources, targets)
+        self.keys[:, taken] = self.keys[:, given]
+        self.values[:, taken] = self.values[:, given]
 
     def gather(self, layer: int, tables_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of B page lists, valid until the next call. Shapes: [B, K, P * G, D], strided."""

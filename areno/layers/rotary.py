@@ -30,9 +30,9 @@ class RotaryAngles:
 
 
 class RotaryTable:
-    """Cosines and signed sines of every position below `num_positions`."""
+    """Cosines and signed sines of every position below `num_positions`. Shapes: `angles` [positions, 2, 1, D]."""
 
-    __slots__ = ("_angles",)
+    __slots__ = ("angles",)
 
     def __init__(self, head_dim: int, rope: Rope, num_positions: int, *, dtype: torch.dtype, device: torch.device):
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(head_dim, rope)
@@ -40,11 +40,11 @@ class RotaryTable:
         if isinstance(rope.scaling, YarnScaling):
             cos, sin = cos * rope.scaling.magnitude, sin * rope.scaling.magnitude
         full = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        self._angles = full[:, :, None].to(device=device, dtype=dtype)
+        self.angles = full[:, :, None].to(device=device, dtype=dtype)
 
     def select(self, positions_T: torch.Tensor) -> RotaryAngles:
         """Return the angles at `positions_T` (int32 or int64, below the table's length)."""
-        cos, sin = self._angles.index_select(0, positions_T).unbind(1)
+        cos, sin = self.angles.index_select(0, positions_T).unbind(1)
         return RotaryAngles(cos, sin)
 
 

@@ -51,21 +51,21 @@ class DenseLayer:
 class DenseDecoder:
     """A decoder of one family, for inference only. `table` owns its weights."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rotary", "config", "table")
+    __slots__ = ("config", "embedding", "head", "layers", "norm", "rotary", "table")
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, num_positions: int):
         self.config = config
         self.table = ParameterTable(dtype, device)
         weight = self.table.allocate(EMBEDDING_NAME, (config.vocab_size, config.hidden_size))
-        self._embedding = Embedding(weight)
-        self._layers = [self._allocate_layer(index) for index in range(config.num_layers)]
-        self._norm = self._allocate_norm("model.norm.weight")
+        self.embedding = Embedding(weight)
+        self.layers = [self._allocate_layer(index) for index in range(config.num_layers)]
+        self.norm = self._allocate_norm("model.norm.weight")
         if config.tie_word_embeddings:
             self.table.tie(HEAD_NAME, EMBEDDING_NAME)
         else:
             weight = self.table.allocate(HEAD_NAME, (config.vocab_size, config.hidden_size))
-        self._head = Head(self.table, weight)
-        self._rotary = RotaryTable(config.head_dim, config.rope, num_positions, dtype=dtype, device=device)
+        self.head = Head(self.table, weight)
+        self.rotary = RotaryTable(config.head_dim, config.rope, num_positions, dtype=dtype, device=device)
 
     def _allocate_norm(self, name: str) -> RMSNorm:
         config = self.config
@@ -106,13 +106,13 @@ class DenseDecoder:
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return the hidden states after the final norm. Shapes: ids and positions [T] -> [T, hidden], model dtype."""
-        angles = self._rotary.select(positions_T)
-        x_T = self._embedding(ids_T)
-        for index, layer in enumerate(self._layers):
+        angles = self.rotary.select(positions_T)
+        x_T = self.embedding(ids_T)
+        for index, layer in enumerate(self.layers):
             self._add_attention(index, layer, x_T, angles, attend)
             gate_TI, up_TI = layer.gate_up(layer.mlp_norm(x_T)).chunk(2, -1)
             layer.down.add_to(x_T, functional.silu(gate_TI).mul_(up_TI))
-        return self._norm(x_T)
+        return self.norm(x_T)
 
     def _add_attention(self, index: int, layer: DenseLayer, x_T: torch.Tensor, angles: RotaryAngles, attend: Attend) -> None:
         config = self.config
@@ -126,4 +126,4 @@ class DenseDecoder:
 
     def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Return the logits of chosen hidden states. Shapes: [S, hidden] -> [S, V], fp32."""
-        return self._head(hidden_SH)
+        return self.head(hidden_SH)

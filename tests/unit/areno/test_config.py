@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areno import EngineConfig, InvalidConfig
-from areno.config import resolve
+from areno.config import DeviceLimits, resolve
 
 
 @pytest.mark.parametrize(
@@ -38,25 +38,42 @@ def test_the_ring_must_hold_what_run_ahead_withholds() -> None:
         EngineConfig(model="x", run_ahead=3, ring_slots=4)
 
 
-def test_buckets_are_multiples_of_four_that_cover_every_row_count() -> None:
+CPU = DeviceLimits(name="cpu", kind="cpu", kv_bytes=1 << 30)
+
+
+def test_buckets_on_the_cpu_are_multiples_of_four_that_cover_every_row_count() -> None:
     for max_rows in (1, 3, 4, 12, 17, 64, 70, 256):
-        resolved = resolve(EngineConfig(model="x", max_rows=max_rows), model_max_len=512, token_kv_bytes=1024)
+        resolved = resolve(EngineConfig(model="x", max_rows=max_rows), CPU, model_max_len=512, token_kv_elements=256)
         assert all(bucket % 4 == 0 for bucket in resolved.buckets) and resolved.buckets[-1] >= max_rows
         for rows in range(1, max_rows + 1):
             assert rows <= resolved.bucket_of(rows) < rows + 16
 
 
+def test_a_cuda_device_has_buckets_from_one_row_on_and_defaults_of_its_own() -> None:
+    card = DeviceLimits(name="cuda:0", kind="cuda", kv_bytes=1 << 40)
+    resolved = resolve(EngineConfig(model="x", max_rows=20), card, model_max_len=512, token_kv_elements=256)
+    assert resolved.buckets == (1, 2, 4, 8, 16, 20)
+    assert (resolved.dtype, resolved.page_size, resolved.run_ahead, resolved.num_pages) == ("bfloat16", 64, 2, 20 * 8)
+    assert resolve(EngineConfig(model="x"), card, model_max_len=512, token_kv_elements=256).max_rows == 256
+
+
+def test_a_device_without_room_for_a_page_refuses_with_a_remedy() -> None:
+    full = DeviceLimits(name="a small card", kind="cuda", kv_bytes=2 * 64 * 256 * 2)
+    with pytest.raises(InvalidConfig, match="0 pages of keys and values on a small card") as refusal:
+        resolve(EngineConfig(model="x"), full, model_max_len=512, token_kv_elements=256)
+    assert "gpu_memory_fraction" in str(refusal.value.remedy)
+
+
 def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="at most 512"):
-        resolve(EngineConfig(model="x", max_model_len=513), model_max_len=512, token_kv_bytes=1024)
+        resolve(EngineConfig(model="x", max_model_len=513), CPU, model_max_len=512, token_kv_elements=256)
 
 
 def test_the_pool_defaults_to_what_rows_can_fill_within_a_gibibyte_but_never_less_than_one_context() -> None:
-    small = resolve(EngineConfig(model="x", max_rows=4), model_max_len=512, token_kv_bytes=1024)
-    assert small.num_pages == 4 * 32
-    large = resolve(EngineConfig(model="x", max_rows=64), model_max_len=8192, token_kv_bytes=46080)
-    assert large.num_pages == (1 << 30) // (16 * 46080)
-    halved = resolve(EngineConfig(model="x", max_rows=64, dtype="bfloat16"), model_max_len=8192, token_kv_bytes=46080)
-    assert halved.num_pages == (1 << 30) // (8 * 46080)
-    huge = resolve(EngineConfig(model="x", max_rows=64), model_max_len=8192, token_kv_bytes=2**20)
-    assert huge.num_pages == 512
+    def pages(elements: int, **options: Any) -> int:
+        return resolve(EngineConfig(model="x", **options), CPU, model_max_len=8192, token_kv_elements=elements).num_pages
+
+    assert pages(256, max_rows=4, max_model_len=512) == 4 * 32
+    assert pages(11520, max_rows=64) == (1 << 30) // (16 * 46080)
+    assert pages(11520, max_rows=64, dtype="bfloat16") == (1 << 30) // (8 * 46080)
+    assert pages(2**18, max_rows=64) == 512

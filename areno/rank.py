@@ -1,0 +1,166 @@
+"""One device's share of the engine, put together: weights, pages, row state, results, and the executor that runs commands.
+
+The engine makes one and hands it the scheduler's log. What differs between devices is chosen here and nowhere else: on
+the CPU the torch forms, on a CUDA device fused kernels, captured graphs and a result ring in mapped memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from areno.config import LANE_MULTIPLE, DeviceLimits, EngineConfig, ResolvedConfig
+from areno.decode.path import DecodePath
+from areno.decode.rebuilt import RebuiltPath
+from areno.decode.resident import ResidentPath
+from areno.decode.results import ResultRing
+from areno.decode.tables import DecodeTables
+from areno.errors import InvalidConfig
+from areno.executor import Executor
+from areno.forward import Forward
+from areno.kv.store import KVStore
+from areno.models.dense import DenseDecoder
+from areno.models.model_config import ModelConfig
+from areno.models.registry import build_model
+from areno.sampling.penalties import SlotTables
+from areno.sampling.sampler import Sampler
+
+DEFAULT_KV_BYTES = 1 << 30
+_SLACK_BYTES = 1 << 29
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that an option means. Raises: InvalidConfig where there is no such device."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count() if available else 0
+    index = device.index if device.index is not None else 0
+    if index >= count:
+        raise InvalidConfig(
+            f"device={name!r} does not exist",
+            field="device",
+            value=name,
+            limit=f"{count} CUDA devices are there",
+            remedy="use device='cpu'" if not count else f"use cuda:0 to cuda:{count - 1}, or 'auto'",
+        )
+    return torch.device("cuda", index)
+
+
+def measure_device(device: torch.device, config: EngineConfig, model: ModelConfig) -> DeviceLimits:
+    """Return what the device has room for before anything is allocated. Raises: InvalidConfig where the weights do not fit."""
+    if device.type == "cpu":
+        return DeviceLimits(name="cpu", kind="cpu", kv_bytes=DEFAULT_KV_BYTES)
+    free, total = torch.cuda.mem_get_info(device)
+    item = 4 if config.dtype == "float32" else 2
+    sketch = build_model(model, dtype=torch.bfloat16, device=torch.device("meta"), num_positions=1)
+    # Live weights, and the staged ones that an update brings beside them.
+    weights = 2 * item * sketch.table.num_parameters
+    rows, tokens = config.max_rows or 256, config.max_prefill_tokens or 2048
+    widest = 3 * model.intermediate_size + 2 * model.num_heads * model.head_dim + 6 * model.hidden_size
+    buffers = 3 * 4 * rows * model.vocab_size + tokens * widest * item + _SLACK_BYTES
+    room = int(free - (1.0 - config.gpu_memory_fraction) * total) - weights - buffers
+    name = f"{torch.cuda.get_device_name(device)} ({device})"
+    if room <= 0:
+        raise InvalidConfig(
+            f"the model does not fit on {name}",
+            field="model",
+            value=config.model,
+            limit=f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB are free, gpu_memory_fraction={config.gpu_memory_fraction:g} of all may "
+            f"be used; weights and their staging take {weights / 2**30:,.1f} GiB, buffers {buffers / 2**30:,.1f}",
+            remedy="free memory on the device, raise gpu_memory_fraction, lower max_rows, or take a larger device",
+        )
+    return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room)
+
+
+def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes: int) -> None:
+    """Refuse a pool that was asked for and that free memory cannot hold, before anything is allocated. Raises: InvalidConfig.
+
+    Pages that were not asked for are bounded by their default; the system hands out their memory as they are used.
+    """
+    wanted, free = resolved.store_pages * page_bytes, psutil.virtual_memory().available
+    if config.num_pages is not None and wanted > free:
+        raise InvalidConfig(
+            f"num_pages={config.num_pages} needs {wanted / 2**30:,.1f} GiB for keys and values",
+            field="num_pages",
+            value=config.num_pages,
+            limit=f"{free / 2**30:,.1f} GiB of memory are free, one page of {resolved.page_size} tokens takes {page_bytes:,} bytes",
+            remedy=f"set num_pages to {max(1, free // 2 // page_bytes)} or less, or leave it out",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own."""
+
+    model: DenseDecoder
+    store: KVStore
+    forward: Forward
+    path: DecodePath
+    ring: ResultRing
+    executor: Executor
+    proof_path: DecodePath
+    proof_ring: ResultRing
+
+
+def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
+    """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded."""
+    dtype: torch.dtype = getattr(torch, resolved.dtype)
+    model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)
+    store = KVStore(
+        num_layers=model_config.num_layers,
+        num_pages=resolved.store_pages,
+        page_size=resolved.page_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids, device=device)
+    ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, kept=config.kept_ids, device=device)
+    proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, kept=config.kept_ids, device=device)
+    sizes = {"pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}
+    rows = {"path": (resolved.table_rows, max(config.sampling_slots, 1)), "proof": (LANE_MULTIPLE, 1)}
+    slots = {
+        name: SlotTables(num_slots=count, vocab_size=model_config.vocab_size, max_forced=resolved.max_model_len, device=device)
+        for name, (_, count) in rows.items()
+    }
+    paths: dict[str, DecodePath] = {}
+    if device.type == "cuda":
+        from areno.decode.graphs import GraphPath
+        from areno.models.dense_cuda import FusedDecoder
+
+        fused = FusedDecoder(model, store, lanes=resolved.table_rows, max_tokens=resolved.max_model_len)
+        forward = Forward(model, store, sampler, dtype, fused)
+        for name, (num_rows, _) in rows.items():
+            tables = DecodeTables(num_rows=num_rows, slots=slots[name], device=device, **sizes)
+            paths[name] = GraphPath(
+                fused,
+                tables,
+                ring if name == "path" else proof_ring,
+                model_config,
+                graphs=config.graphs and name == "path",
+            )
+    else:
+        forward = Forward(model, store, sampler, dtype)
+        for name, (num_rows, _) in rows.items():
+            if config.decode_tables == "rebuilt":
+                paths[name] = RebuiltPath(forward, num_rows=num_rows, slots=slots[name], **sizes)
+            else:
+                paths[name] = ResidentPath(forward, DecodeTables(num_rows=num_rows, slots=slots[name], device=device, **sizes))
+    executor = Executor(forward, store, paths["path"], ring, version=config.initial_version)
+    return Rank(
+        model=model,
+        store=store,
+        forward=forward,
+        path=paths["path"],
+        ring=ring,
+        executor=executor,
+        proof_path=paths["proof"],
+        proof_ring=proof_ring,
+    )
