@@ -69,7 +69,7 @@ class CanaryProof:
         # Weights that failed an earlier proof may have left NaN here.
         self._store.clear(self._pages)
         self._enter_row(canary, ids[:prompt_tokens], forced)
-        variant = Variant(temperature=canary.temperature not in (0.0, 1.0), slots=True)
+        variant = Variant(temperature=canary.temperature not in (0.0, 1.0), slots=True, sums=True)
         lanes: dict[str, np.ndarray] = {"seats": np.zeros(1, dtype=np.int64), "generations": np.array([self._generation], dtype=np.int32)}
         nothing = np.zeros(0, dtype=np.int64)
         chunk = PrefillChunk(

@@ -14,6 +14,7 @@ from typing import Literal
 from areno.errors import InvalidConfig
 
 DTYPES = ("float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
 DECODE_PATHS = ("resident", "rebuilt")
 MAX_RUN_AHEAD = 3
 LANE_MULTIPLE = 4
@@ -36,6 +37,7 @@ class EngineConfig:
     Units: `max_prefill_tokens` per step; `page_size` in tokens; `num_pages` defaults to what every row could fill, on the CPU at
     most 1 GiB (or one whole context), on a CUDA device what `gpu_memory_fraction` of its memory leaves beside weights, staged
     weights and buffers; `run_ahead` in launches in flight beside the one that is read.
+    `load_format` "dummy" takes only the folder's config and makes random weights from `seed`, for benchmarks.
     `graphs` captures decode on a CUDA device; without it the same kernels are launched one by one. `decode_tables` picks the
     resident tables or the per-step rebuilt baseline. `seed` seeds the seeds of requests that bring none. `canary_tolerance`
     and `canary_mean_tolerance` are nats; None follows from the dtype.
@@ -57,6 +59,7 @@ class EngineConfig:
     kept_ids: bool = False
     prefix_cache: bool = True
     compaction_steps: int = 8
+    load_format: str = "auto"
     graphs: bool = True
     gpu_memory_fraction: float = 0.9
     seed: int | None = None
@@ -94,6 +97,13 @@ class EngineConfig:
             self.decode_tables,
             f"known: {', '.join(DECODE_PATHS)}",
             "use decode_tables='resident'",
+        )
+        _require(
+            self.load_format in LOAD_FORMATS,
+            "load_format",
+            self.load_format,
+            f"known: {', '.join(LOAD_FORMATS)}",
+            "use load_format='auto' to load the folder's checkpoint",
         )
         _require(
             self.device in ("auto", "cpu", "cuda") or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),

@@ -24,8 +24,9 @@ from areno.canary import CanaryGaps, CanaryProof
 from areno.config import EngineConfig, resolve
 from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
-from areno.rank import build_rank, check_host_memory, find_device, measure_device
+from areno.rank import build_rank, check_host_memory, fill_randomly, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.weights.load import load_checkpoint
 from areno.weights.names import TensorSpec
@@ -82,7 +83,11 @@ class Engine:
         rank = build_rank(config, resolved, model_config, device)
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
-        load_checkpoint(folder, self._table)
+        if config.load_format == "dummy":
+            fill_randomly(rank.model, resolved.seed)
+        else:
+            load_checkpoint(folder, self._table)
+        rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
         self._proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,

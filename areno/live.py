@@ -86,6 +86,7 @@ class LiveRequest:
             slots=sampling.needs_slot,
             filters=sampling.filters,
             kept=sampling.return_kept_ids,
+            sums=sampling.logprobs,
         )
 
     def slot_content(self) -> SlotContent | None:

@@ -71,8 +71,8 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
             f"the model does not fit on {name}",
             field="model",
             value=config.model,
-            limit=f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB are free, gpu_memory_fraction={config.gpu_memory_fraction:g} of all may "
-            f"be used; weights and their staging take {weights / 2**30:,.1f} GiB, buffers {buffers / 2**30:,.1f}",
+            limit=f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB are free, gpu_memory_fraction={config.gpu_memory_fraction:g} of all "
+            f"may be used; weights and their staging take {weights / 2**30:,.1f} GiB, buffers {buffers / 2**30:,.1f}",
             remedy="free memory on the device, raise gpu_memory_fraction, lower max_rows, or take a larger device",
         )
     return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room)
@@ -106,6 +106,15 @@ class Rank:
     executor: Executor
     proof_path: DecodePath
     proof_ring: ResultRing
+
+
+def fill_randomly(model: DenseDecoder, seed: int) -> None:
+    """Give every tensor seeded random numbers in place of a checkpoint's: norms near one, the rest with a deviation of 0.02."""
+    table = model.table
+    generator = torch.Generator(device=table.device).manual_seed(seed % 2**63)
+    for name, view in table.views.items():
+        view.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
+    table.rebuild_derived()
 
 
 def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
@@ -144,6 +153,7 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
                 tables,
                 ring if name == "path" else proof_ring,
                 model_config,
+                num_valid_ids=model_config.num_valid_ids,
                 graphs=config.graphs and name == "path",
             )
     else:

@@ -10,6 +10,7 @@ from areno.commands import DecodeLaunch, PrefillLaunch
 from areno.decode.deltas import DeltaSlot
 from areno.decode.results import LaneRecords
 from areno.forward import PrefillResult
+from areno.sampling.variant import Variant
 
 
 class DecodePath(Protocol):
@@ -23,6 +24,9 @@ class DecodePath(Protocol):
 
     def sample_prefill(self, launch: PrefillLaunch, computed: PrefillResult, records: LaneRecords) -> None:
         """Draw the next token of each row whose prompt is complete and write its record; called for every launch that reports."""
+
+    def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
+        """Get ready for steps of these sizes, before the first request."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of `alive`, `length`, `generation`, `last_token` and `page_table` for integrity checks."""

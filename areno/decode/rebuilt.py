@@ -23,6 +23,7 @@ from areno.layers.attention import table_width
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
+from areno.sampling.variant import Variant
 
 _STEPS = np.array([[1], [-1], [-1]], dtype=np.int32)
 
@@ -129,6 +130,9 @@ class RebuiltPath:
         drawn = self._forward.draw(computed.logits[computed.places], self._params(rows, slots=launch.variant.slots), launch.variant)
         self._advance(rows, rows.alive.copy(), np.zeros(places.size, dtype=bool), drawn, records, slots=launch.variant.slots)
         self._rows.ints[:, places], self._rows.alive[places] = rows.ints, rows.alive
+
+    def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
+        """Nothing to compile here."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""

@@ -9,6 +9,7 @@ from areno.decode.deltas import DeltaSlot
 from areno.decode.results import LaneRecords
 from areno.decode.tables import DecodeTables
 from areno.forward import Forward, PrefillResult
+from areno.sampling.variant import Variant
 
 
 class ResidentPath:
@@ -40,6 +41,9 @@ class ResidentPath:
         drawn = self._forward.draw(computed.logits[computed.places], rows.params(slots=launch.variant.slots), launch.variant)
         rows.advance(rows.state.alive.clone(), None, drawn, records, slots=launch.variant.slots)
         self.tables.put(places, rows)
+
+    def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
+        """Nothing to compile here."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""

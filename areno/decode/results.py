@@ -70,10 +70,9 @@ class ResultRing:
     def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False, device: torch.device | None = None) -> None:
         self.run_ahead = run_ahead
         mapped = device is not None and device.type == "cuda"
-        ints = {"dtype": torch.int32, "pin_memory": mapped}
-        self.words = torch.zeros((slots, RECORD_WORDS, lanes), **ints)
-        self.kept_ids = torch.zeros((slots, lanes, MAX_KEPT), **ints) if kept else None
-        self.kept_count = torch.zeros((slots, lanes), **ints) if kept else None
+        self.words = torch.zeros((slots, RECORD_WORDS, lanes), dtype=torch.int32, pin_memory=mapped)
+        self.kept_ids = torch.zeros((slots, lanes, MAX_KEPT), dtype=torch.int32, pin_memory=mapped) if kept else None
+        self.kept_count = torch.zeros((slots, lanes), dtype=torch.int32, pin_memory=mapped) if kept else None
         self._events = [torch.cuda.Event() for _ in range(slots)] if mapped else None
         self._records = [
             LaneRecords(

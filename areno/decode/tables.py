@@ -179,7 +179,8 @@ class DecodeTables:
             alive=torch.zeros(num_rows, dtype=torch.bool, device=device),
             seed=torch.zeros(num_rows, dtype=torch.int64, device=device),
             stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device),
-            page_table=torch.zeros((num_rows, pages_per_row), dtype=torch.int64, device=device),
+            # Indices of torch are 64 bits wide; kernels read half of that.
+            page_table=torch.zeros((num_rows, pages_per_row), dtype=torch.int64 if device.type == "cpu" else torch.int32, device=device),
         )
         self._generation = self.state.ints[INT_FIELDS.index("generation")]
         self._buckets: dict[int, Rows] = {}

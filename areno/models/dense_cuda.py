@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -25,6 +26,7 @@ from areno.kernels.activation import silu_mul
 from areno.kernels.attention import TILING, WorkList, Workspace, build_work_list, decode_attention_fused
 from areno.kernels.norm import add_rms_norm, rms_norm
 from areno.kernels.rope_kv import rope_kv
+from areno.kernels.rows import LaneBuffers
 from areno.kv.store import KVStore
 from areno.models.dense import DenseDecoder, DenseLayer
 
@@ -34,41 +36,7 @@ FUSED_ROWS = 64
 SHORT_TOKENS = 1024
 """Rows up to this length go through a plain grid of chunks; longer ones through a work list."""
 
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneBuffers:
-    """What the lanes of a launch are and where a step's results go. Shapes: [B] each, `x` [B, hidden], `logits` [B, V] fp32."""
-
-    running: torch.Tensor
-    starved: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    x: torch.Tensor
-    logits: torch.Tensor
-
-    @classmethod
-    def allocate(cls, lanes: int, hidden: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> LaneBuffers:
-        """Allocate for `lanes` lanes."""
-        ints = torch.zeros((4, lanes), dtype=torch.int32, device=device)
-        flags = torch.zeros((2, lanes), dtype=torch.uint8, device=device)
-        return cls(
-            running=flags[0],
-            starved=flags[1],
-            ids=ints[0],
-            positions=ints[1],
-            slots=ints[2],
-            lengths=ints[3],
-            x=torch.zeros((lanes, hidden), dtype=dtype, device=device),
-            logits=torch.zeros((lanes, vocab_size), device=device),
-        )
-
-    def first(self, lanes: int) -> LaneBuffers:
-        """Return the first lanes, in place."""
-        return LaneBuffers(**{name: getattr(self, name)[:lanes] for name in LaneBuffers.__dataclass_fields__})
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +71,10 @@ class ChunkPlan:
 class FusedDecoder:
     """Runs `model` with kernels over `store`. Shapes: page table [R, P] int32."""
 
-    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, max_tokens: int, pdl: bool) -> None:
+    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, max_tokens: int, pdl: bool = True) -> None:
         config = model.config
-        self._model, self._store, self._config, self._pdl = model, store, config, pdl
+        self._model, self._store, self._config = model, store, config
+        self._pdl = pdl and torch.cuda.get_device_capability(model.table.device) >= (9, 0)
         device, dtype = model.table.device, model.table.dtype
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self._qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -137,8 +106,18 @@ class FusedDecoder:
         """Return whether rows of at most `longest` tokens take the plain grid: part of what a captured step is."""
         return longest <= SHORT_TOKENS
 
-    def decode(self, lanes: LaneBuffers, page_table_RP: torch.Tensor, *, short: bool) -> None:
-        """Run one token of each lane from its embedding in `lanes.x` to `lanes.logits`. Mutates: lanes, scratch, the store."""
+    @property
+    def pdl(self) -> bool:
+        """Whether a step's kernels start before the one before them has ended."""
+        return self._pdl
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Rows of the token embedding. Shapes: [V, hidden]."""
+        return self._model.embedding.weight
+
+    def decode(self, lanes: LaneBuffers, x_BH: torch.Tensor, logits_BV: torch.Tensor, page_table_RP: torch.Tensor, *, short: bool) -> None:
+        """Run one token of each lane from its embedding in `x` to its logits. Mutates: x, logits, scratch, the store."""
         work: dict[int, WorkList] = {}
         if not short:
             work = self._work
@@ -146,45 +125,46 @@ class FusedDecoder:
                 build_work_list(
                     lanes.lengths, lanes.running, listed, max_chunks=self._max_chunks, page_size=self._store.page_size, window=window
                 )
-        if lanes.x.shape[0] <= FUSED_ROWS:
-            self._decode_fused(lanes, page_table_RP, work)
+        if x_BH.shape[0] <= FUSED_ROWS:
+            self._decode_fused(lanes, x_BH, logits_BV, page_table_RP, work)
         else:
-            self._decode_products(lanes, page_table_RP, work)
+            self._decode_products(lanes, x_BH, logits_BV, page_table_RP, work)
 
-    def _decode_fused(self, lanes: LaneBuffers, page_table_RP: torch.Tensor, work: dict[int, WorkList]) -> None:
-        config, count = self._config, lanes.x.shape[0]
-        scratch = self._scratch
-        qkv, attended, active = scratch.qkv[:count], scratch.attended[:count], scratch.active[:count]
-        shared = {"workspace": self._split, "pdl": self._pdl}
+    def _decode_fused(
+        self, lanes: LaneBuffers, x: torch.Tensor, logits: torch.Tensor, page_table_RP: torch.Tensor, work: dict[int, WorkList]
+    ) -> None:
+        count, split, pdl = x.shape[0], self._split, self._pdl
+        qkv, attended, active = self._scratch.qkv[:count], self._scratch.attended[:count], self._scratch.active[:count]
         for index, layer in enumerate(self._model.layers):
-            norm = layer.attention_norm
-            products.fused_norm_linear(lanes.x, norm.weight, norm.eps, layer.qkv.weight, layer.qkv.bias, qkv, **shared)
+            norm, linear = layer.attention_norm, layer.qkv
+            products.fused_norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias, qkv, workspace=split, pdl=pdl)
             self._attend(index, layer, lanes, qkv, attended, page_table_RP, work)
-            products.linear_add(attended, layer.output.weight, layer.output.bias, lanes.x, **shared)
-            norm = layer.mlp_norm
-            products.fused_norm_gate_up(lanes.x, norm.weight, norm.eps, layer.gate_up.weight, layer.gate_up.bias, active, **shared)
-            products.linear_add(active, layer.down.weight, layer.down.bias, lanes.x, **shared)
+            products.linear_add(attended, layer.output.weight, layer.output.bias, x, workspace=split, pdl=pdl)
+            norm, linear = layer.mlp_norm, layer.gate_up
+            products.fused_norm_gate_up(x, norm.weight, norm.eps, linear.weight, linear.bias, active, workspace=split, pdl=pdl)
+            products.linear_add(active, layer.down.weight, layer.down.bias, x, workspace=split, pdl=pdl)
         norm = self._model.norm
-        products.fused_norm_linear(lanes.x, norm.weight, config.rms_norm_eps, self._model.head.weight, None, lanes.logits, **shared)
+        products.fused_norm_linear(x, norm.weight, norm.eps, self._model.head.weight, None, logits, workspace=split, pdl=pdl)
 
-    def _decode_products(self, lanes: LaneBuffers, page_table_RP: torch.Tensor, work: dict[int, WorkList]) -> None:
-        count = lanes.x.shape[0]
-        scratch = self._scratch
+    def _decode_products(
+        self, lanes: LaneBuffers, x: torch.Tensor, logits: torch.Tensor, page_table_RP: torch.Tensor, work: dict[int, WorkList]
+    ) -> None:
+        count, scratch = x.shape[0], self._scratch
         normed, qkv, attended = scratch.normed[:count], scratch.qkv[:count], scratch.attended[:count]
         delta, gate_up, active = scratch.delta[:count], scratch.gate_up[:count], scratch.active[:count]
         layers = self._model.layers
-        rms_norm(lanes.x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed, pdl=self._pdl)
+        rms_norm(x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed, pdl=self._pdl)
         for index, layer in enumerate(layers):
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
             _product(normed, layer.qkv.weight, layer.qkv.bias, qkv)
             self._attend(index, layer, lanes, qkv, attended, page_table_RP, work)
             _product(attended, layer.output.weight, layer.output.bias, delta)
-            add_rms_norm(lanes.x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed, pdl=self._pdl)
+            add_rms_norm(x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed, pdl=self._pdl)
             _product(normed, layer.gate_up.weight, layer.gate_up.bias, gate_up)
             silu_mul(gate_up, active, pdl=self._pdl)
             _product(active, layer.down.weight, layer.down.bias, delta)
-            add_rms_norm(lanes.x, delta, following.weight, following.eps, normed, pdl=self._pdl)
-        self.head_into(normed, lanes.logits)
+            add_rms_norm(x, delta, following.weight, following.eps, normed, pdl=self._pdl)
+        self.head_into(normed, logits)
 
     def _attend(
         self,
@@ -251,7 +231,7 @@ class FusedDecoder:
         keys, values = (tensor[index].flatten(0, 1).index_select(0, plan.places) for tensor in (self._store.keys, self._store.values))
         window = self._config.windows[index] or 0
         if q_THD.dtype != torch.float32:
-            return varlen_attn(
+            attended: torch.Tensor = varlen_attn(
                 q_THD,
                 keys,
                 values,
@@ -261,7 +241,8 @@ class FusedDecoder:
                 max(plan.spans),
                 window_size=(window - 1 if window else -1, 0),
                 **_GROUPED,
-            )
+            )  # type: ignore[assignment]
+            return attended
         return _reference_attention(q_THD, keys, values, plan.counts, plan.spans, window)
 
 

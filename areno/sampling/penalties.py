@@ -15,6 +15,7 @@ import torch
 
 from areno.request import MAX_BIASES
 from areno.sampling.slot_content import SlotContent
+from areno.uploads import upload
 
 
 class SlotTables:
@@ -35,18 +36,19 @@ class SlotTables:
 
     def fill(self, slot: int, content: SlotContent) -> None:
         """Write a slot anew. Mutates: that slot."""
-        forced = content.forced_ids
-        self.forced_ids[slot].fill_(-1)
-        self.forced_ids[slot, : forced.size] = torch.from_numpy(forced.astype(np.int32))
-        self.emitted[slot] = content.output_ids.size
-        self.bias_ids[slot].zero_()
-        self.bias_values[slot].zero_()
-        self.bias_ids[slot, : content.bias_ids.size] = torch.from_numpy(content.bias_ids.astype(np.int64))
-        self.bias_values[slot, : content.bias_ids.size] = torch.from_numpy(content.bias_values.astype(np.float32))
-        self.repetition[slot], self.presence[slot], self.frequency[slot] = content.repetition, content.presence, content.frequency
-        self.counts[slot] = torch.from_numpy(np.bincount(content.output_ids, minlength=self.counts.shape[1]).astype(np.int32))
-        self.prompt_seen[slot].zero_()
-        self.prompt_seen[slot, torch.from_numpy(content.prompt_ids.astype(np.int64))] = True
+        forced = np.full(self.forced_ids.shape[1], -1, dtype=np.int32)
+        forced[: content.forced_ids.size] = content.forced_ids
+        bias_ids, bias_values = np.zeros(MAX_BIASES, dtype=np.int64), np.zeros(MAX_BIASES, dtype=np.float32)
+        bias_ids[: content.bias_ids.size], bias_values[: content.bias_ids.size] = content.bias_ids, content.bias_values
+        seen, known = np.unique(content.prompt_ids), np.unique_counts(content.output_ids)
+        penalties = np.array([content.repetition, content.presence, content.frequency], dtype=np.float32)
+        arrays = (forced, bias_ids, bias_values, penalties, seen.astype(np.int64), known.values.astype(np.int64), known.counts)
+        sent = upload(self.counts.device, *arrays)
+        self.forced_ids[slot], self.bias_ids[slot], self.bias_values[slot] = sent[:3]
+        self.repetition[slot], self.presence[slot], self.frequency[slot] = sent[3]
+        self.emitted[slot].fill_(content.output_ids.size)
+        self.prompt_seen[slot].zero_().index_fill_(0, sent[4], True)
+        self.counts[slot].zero_().index_copy_(0, sent[5], sent[6].to(torch.int32))
 
     def forced(self, slots_B: torch.Tensor) -> torch.Tensor:
         """Return the id that each lane must emit next, -1 where it is free. Shapes: int64 slots [B], -1 without one."""
