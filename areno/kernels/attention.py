@@ -322,7 +322,7 @@ def _item(
         _finish(m, total, acc, lane_head, index, parts, out, partials, states, arrivals, max_parts, D, HEADS, SHARE, WIDTH, AT_ONCE, INLINE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "max_parts"])
 def _decode_kernel(
     q, keys, values, page_table, lengths, running, out, partials, states, arrivals, weight, angles, items, count,
     scale, eps, width, max_parts, stride_page, stride_token, stride_head,
@@ -353,7 +353,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_parts"])
 def _combine_kernel(
     partials, states, out, lengths, running, max_parts,
     K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
@@ -370,7 +370,7 @@ def _combine_kernel(
         _combine(partials, states, out, lane_head, lane_head.to(tl.int64) * max_parts, parts, D, SHARE, WIDTH, AT_ONCE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lanes"])
 def _work_kernel(
     lengths, running, items, count, num_lanes,
     LANES: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr, SPLIT: tl.constexpr,
