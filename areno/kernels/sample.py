@@ -1,0 +1,250 @@
+"""Draw a token for each lane, say how likely it was, advance the row: the sampler on the device.
+
+`sample` makes two launches, three in variants with filters: `find_thresholds`, `reduce_logits`, and `finish` here, which
+combines a lane's partial records in fixed order, writes the result record into the pinned ring and advances the row. The
+semantics are those of `areno.sampling.sampler.combine` and of the epilogue in `areno.decode.tables`. A lane that does not run
+changes nothing and reports IDLE or STARVED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from areno.decode.launch import LaneStatus
+from areno.kernels.filters import FilterWorkspace, KeptRing, find_thresholds
+from areno.kernels.reduce import (
+    BEST,
+    BEST_ID,
+    BEST_LOGIT,
+    BEST_SHAPED,
+    FIELDS,
+    MAXIMUM,
+    NO_ID,
+    SHAPED_MAXIMUM,
+    SHAPED_TOTAL,
+    TEMPERED_TOTAL,
+    TOTAL,
+    Draw,
+    Splits,
+    finite,
+    partial_records,
+    reduce_logits,
+)
+from areno.kernels.rows import GENERATION, LAST_TOKEN, LENGTH, REMAINING, STOP_WAIT, row_pointers
+from areno.kernels.shaping import lane_divisor, lane_filters, lane_slot, lane_stops, slot_pointers
+
+RECORD_WORDS = tl.constexpr(6)
+_IDLE, _TOKEN, _STOPPED, _EXHAUSTED, _STARVED = (
+    tl.constexpr(int(status))
+    for status in (LaneStatus.IDLE, LaneStatus.TOKEN, LaneStatus.STOPPED, LaneStatus.EXHAUSTED, LaneStatus.STARVED)
+)
+
+
+@triton.jit
+def _log_total(maxima, totals):
+    """Return the largest maximum and the log of the sum relative to it. A split whose ids are all masked has no mass."""
+    maximum = finite(tl.max(maxima, 0))
+    share = tl.where(maxima == float("-inf"), 0.0, totals * tl.exp(maxima - maximum))
+    total = tl.sum(share, 0)
+    # Nothing was summed for a lane that does not run.
+    return maximum, tl.log(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _store_float(place, value, mask):
+    tl.store(place, value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _finish_kernel(
+    logits,
+    partials,
+    ring,
+    counter,
+    rows,
+    slots,
+    starved,
+    running,
+    lane_rows,
+    logit_rows,
+    num_rows,
+    vocab,
+    stride,
+    splits,
+    ring_slots,
+    ring_lanes,
+    max_forced,
+    TEMPERED: tl.constexpr,
+    STOP_MASK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FILTERS: tl.constexpr,
+    MASKS_IDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = lane
+    if lane_rows is not None:
+        row = tl.load(lane_rows + lane)
+    if running is not None:
+        runs = tl.load(running + lane) != 0
+    else:
+        runs = tl.load(rows.alive + row) != 0
+    status = tl.where(runs, _TOKEN, _IDLE)
+    if starved is not None:
+        status = tl.where(tl.load(starved + lane) != 0, _STARVED, status)
+
+    split = tl.arange(0, BLOCK)
+    inside = split < splits
+    place = partials + lane * FIELDS * splits + split
+    scores = tl.load(place + BEST * splits, mask=inside, other=float("-inf"))
+    ids = tl.load(place + BEST_ID * splits, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    # Splits are in the order of their ids, so the lowest id among the best is the first one's.
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where(inside & (scores == best), ids, NO_ID), 0)
+    chosen = inside & (ids == token)
+    logit = tl.max(tl.where(chosen, tl.load(place + BEST_LOGIT * splits, mask=inside, other=0.0), float("-inf")), 0)
+    stop_ids, stops_held = lane_stops(rows, num_rows, row)
+    active = (stops_held & (tl.max(stop_ids, 0) >= 0)) | MASKS_IDS
+    forced = -1
+    if SLOTS:
+        held = lane_slot(rows, slots, num_rows, row)
+        slot = tl.maximum(held[0], 0)
+        emitted = tl.load(slots.emitted + slot)
+        forced = tl.load(slots.forced_ids + slot * max_forced + tl.minimum(emitted, max_forced - 1)).to(tl.int32)
+        forced = tl.where(held[0] >= 0, forced, -1)
+        if forced >= 0:
+            source = lane
+            if logit_rows is not None:
+                source = tl.load(logit_rows + lane)
+            token = tl.minimum(forced, vocab - 1)
+            logit = tl.load(logits + source.to(tl.int64) * stride + token)
+        active = active | held[3] | held[4]
+    if FILTERS:
+        active = active | lane_filters(rows, num_rows, row)[3]
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
+
+    totals = tl.load(place + TOTAL * splits, mask=inside, other=0.0)
+    if SUMS:
+        maxima = tl.load(place + MAXIMUM * splits, mask=inside, other=float("-inf"))
+        maximum, log_total = _log_total(maxima, totals)
+        raw_logprob = logit - maximum - log_total
+        logprob = raw_logprob
+        if TEMPERED:
+            divisor = lane_divisor(rows, num_rows, row)[0]
+            tempered_totals = tl.load(place + TEMPERED_TOTAL * splits, mask=inside, other=0.0)
+            maximum, log_total = _log_total(tl.div_rn(maxima, divisor), tempered_totals)
+            logprob = tl.div_rn(logit, divisor) - maximum - log_total
+        behaviour_logprob = tl.full([], float("nan"), tl.float32)
+        if STOP_MASK or SLOTS or FILTERS or MASKS_IDS:
+            maximum, log_total = _log_total(
+                tl.load(place + SHAPED_MAXIMUM * splits, mask=inside, other=float("-inf")),
+                tl.load(place + SHAPED_TOTAL * splits, mask=inside, other=0.0),
+            )
+            shaped = tl.max(tl.where(chosen, tl.load(place + BEST_SHAPED * splits, mask=inside, other=0.0), float("-inf")), 0)
+            behaviour_logprob = tl.where(active & (forced < 0), shaped - maximum - log_total, behaviour_logprob)
+    else:
+        # Zero, or NaN where the logits are not finite.
+        raw_logprob = logit + tl.sum(totals, 0)
+        logprob = tl.full([], float("nan"), tl.float32)
+        behaviour_logprob = logprob
+
+    remaining = tl.load(rows.ints + REMAINING * num_rows + row)
+    stop_wait = tl.load(rows.ints + STOP_WAIT * num_rows + row)
+    length = tl.load(rows.ints + LENGTH * num_rows + row)
+    stopped = runs & (stop_wait <= 0) & (tl.max((stop_ids == token).to(tl.int32), 0) > 0)
+    exhausted = runs & (remaining <= 1) & (stopped == 0)
+    status = tl.where(stopped, _STOPPED, tl.where(exhausted, _EXHAUSTED, status))
+    tl.store(rows.ints + LAST_TOKEN * num_rows + row, token, mask=runs)
+    tl.store(rows.ints + LENGTH * num_rows + row, length + 1, mask=runs)
+    tl.store(rows.ints + REMAINING * num_rows + row, remaining - 1, mask=runs)
+    tl.store(rows.ints + STOP_WAIT * num_rows + row, stop_wait - 1, mask=runs)
+    tl.store(rows.alive + row, False, mask=stopped | exhausted)
+    if SLOTS:
+        mine = runs & (held[0] >= 0)
+        tl.store(slots.emitted + slot, emitted + 1, mask=mine)
+        count = slots.counts + slot.to(tl.int64) * vocab + token
+        tl.store(count, tl.load(count, mask=mine, other=0) + 1, mask=mine)
+
+    record = ring + ((tl.load(counter) - 1) % ring_slots) * RECORD_WORDS * ring_lanes + lane
+    tl.store(record, status)
+    tl.store(record + ring_lanes, tl.load(rows.ints + GENERATION * num_rows + row))
+    tl.store(record + 2 * ring_lanes, token, mask=runs)
+    _store_float(record + 3 * ring_lanes, logprob, runs)
+    _store_float(record + 4 * ring_lanes, raw_logprob, runs)
+    _store_float(record + 5 * ring_lanes, behaviour_logprob, runs)
+
+
+def finish(
+    draw: Draw, partials: torch.Tensor, splits: Splits, ring: torch.Tensor, counter: torch.Tensor, *, num_warps: int = 1, pdl: bool = False
+) -> None:
+    """Combine the partial records, store each lane's result record, advance the rows that ran and end those that are done.
+
+    Shapes: `ring` int32 [slots, 6, lanes], pinned or on the device; `counter` int32 scalar. Mutates: the counter's ring slot,
+    the rows' state, counts and places of their sampling slots.
+    """
+    assert ring.dtype == torch.int32 and ring.is_contiguous() and ring.shape[1] == RECORD_WORDS.value, (
+        f"the ring has shape {tuple(ring.shape)}"
+    )
+    assert draw.lanes <= ring.shape[2] and counter.dtype == torch.int32, f"{draw.lanes} lanes are more than the ring's {ring.shape[2]}"
+    extra = {"launch_pdl": True} if pdl else {}
+    _finish_kernel[(draw.lanes,)](
+        draw.logits,
+        partials,
+        ring,
+        counter,
+        row_pointers(draw.state),
+        slot_pointers(draw.slots) if draw.variant.slots else None,
+        draw.starved,
+        *draw.lanes_and_rows(),
+        draw.vocab,
+        draw.logits.stride(0),
+        splits.splits,
+        ring.shape[0],
+        ring.shape[2],
+        draw.slots.forced_ids.shape[1],
+        FILTERS=draw.variant.filters,
+        SUMS=draw.sums,
+        **draw.flags(),
+        BLOCK=triton.next_power_of_2(splits.splits),
+        PDL=pdl,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+        **extra,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWorkspace:
+    """Scratch between the launches of up to a number of lanes; `filters` only where the engine allows them."""
+
+    partials: torch.Tensor
+    filters: FilterWorkspace | None
+
+    @staticmethod
+    def allocate(max_lanes: int, vocab: int, device: torch.device, *, filters: bool) -> SampleWorkspace:
+        """Return a workspace. One serves all launches of a stream."""
+        return SampleWorkspace(
+            partials=partial_records(max_lanes, vocab, device),
+            filters=FilterWorkspace.allocate(max_lanes, vocab, device) if filters else None,
+        )
+
+
+def sample(
+    draw: Draw, workspace: SampleWorkspace, ring: torch.Tensor, counter: torch.Tensor, *, kept: KeptRing | None = None, pdl: bool = False
+) -> None:
+    """Draw, record and advance: all launches of the sampler. Shapes and Mutates: as `finish`; `kept` in its own variant."""
+    thresholds = None
+    if draw.variant.filters:
+        assert workspace.filters is not None, "the variant with filters needs a workspace allocated with filters=True"
+        find_thresholds(draw, workspace.filters, counter, kept=kept if draw.variant.kept else None, pdl=pdl)
+        thresholds = workspace.filters.thresholds
+    finish(draw, workspace.partials, reduce_logits(draw, workspace.partials, thresholds, pdl=pdl), ring, counter, pdl=pdl)
