@@ -34,7 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "hidden_size": 512,
     },
 }
 BASE = {
