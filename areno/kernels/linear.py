@@ -5,7 +5,8 @@ graphs call these launchers for buckets of up to 64 rows; larger ones are cuBLAS
 `vector_product_kernel`, more through `rows_product_kernel` (both in `product.py`), with tiles from the two tables here.
 
 Invariant: nothing is allocated and nothing depends on timing; tiles follow from shapes alone, and a row's bits depend on its
-bucket but on no other row.
+bucket but on no other row. With `pdl` the first weight tiles are fetched before the kernel before this one has ended: no kernel
+of the same captured step may write weights.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ _ROW_TILES = {
     ("head", 32): RowTiles(128, 64),
     ("head", 64): RowTiles(128, 64),
 }
+# Without tensor cores: small, so that the products unrolled in registers are.
+_FP32_TILES = RowTiles(32, 32, split=4)
 
 
 def shape_class(num_weight_rows: int, in_size: int) -> str:
@@ -121,7 +124,7 @@ def row_class(num_rows: int) -> int:
     return 1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
 
 
-def default_tiles(num_rows: int, num_weight_rows: int, in_size: int) -> VectorTiles | RowTiles:
+def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torch.dtype = torch.bfloat16) -> VectorTiles | RowTiles:
     """Return the table's tiles for this many rows and a weight of this shape, cut down to a small weight."""
     rows, shape = row_class(num_rows), shape_class(num_weight_rows, in_size)
     columns = triton.next_power_of_2(in_size)
@@ -129,7 +132,7 @@ def default_tiles(num_rows: int, num_weight_rows: int, in_size: int) -> VectorTi
         vector = _VECTOR_TILES[shape]
         least = triton.next_power_of_2(triton.cdiv(in_size, _MAX_UNROLLED))
         return replace(vector, block_k=max(least, min(vector.block_k, columns)))
-    tiles = _ROW_TILES[shape, rows]
+    tiles = _FP32_TILES if dtype == torch.float32 else _ROW_TILES[shape, rows]
     block_k = max(16, min(tiles.block_k, columns // tiles.warps_k))
     return replace(tiles, block_k=block_k, split=max(1, min(tiles.split, in_size // (block_k * tiles.warps_k))))
 
@@ -217,7 +220,7 @@ def _launch(
     assert x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}"
     assert norm_weight is None or norm_weight.shape == (in_size,), "one norm weight for each input"
     assert bias is None or bias.shape == (num_weight_rows,), "one bias for each row of the weight"
-    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size)
+    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size, weight.dtype)
     flags = {"NORM": norm_weight is not None, "BIAS": bias is not None, "GLU": glu, "ADD": add, "EVICT": tiles.evict, "PDL": pdl}
     options = {"num_warps": tiles.num_warps} | ({"launch_pdl": True} if pdl else {})
     num_tiles = triton.cdiv(num_weight_rows, tiles.block_n)
