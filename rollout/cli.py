@@ -67,23 +67,28 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="ipc:///path or tcp://127.0.0.1:port.", show_default="a local socket in the state folder")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on the CPU")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the engine runs.", show_default=option_default("device"))] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on the CPU, bfloat16 on CUDA")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=option_default("device"))] = None,
     max_rows: Annotated[
-        int | None, typer.Option(help="Requests that decode at the same time.", show_default=option_default("max_rows"))
+        int | None, typer.Option(help="Requests that decode at the same time.", show_default="64 on the CPU, 256 on CUDA")
     ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.", show_default="16 on the CPU")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.", show_default="16 on the CPU, 64 on CUDA")] = None,
     num_pages: Annotated[
-        int | None, typer.Option(help="Pages of the KV pool.", show_default="what every row could fill, at most 1 GiB or one whole context")
+        int | None,
+        typer.Option(
+            help="Pages of the KV pool.",
+            show_default="what every row could fill, on the CPU at most 1 GiB or one whole context, on CUDA what memory allows",
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt plus output in tokens.", show_default="the model's, at most 32768")
     ] = None,
     max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prefill tokens in one step.", show_default=option_default("max_prefill_tokens"))
+        int | None, typer.Option(help="Prefill tokens in one step.", show_default="512 on the CPU, 2048 on CUDA")
     ] = None,
     run_ahead: Annotated[
-        int | None, typer.Option(help="Launches in flight beyond the one being read, 0 to 3.", show_default=option_default("run_ahead"))
+        int | None,
+        typer.Option(help="Launches in flight beyond the one being read, 0 to 3.", show_default="0 on the CPU, 2 on CUDA"),
     ] = None,
     decode_tables: Annotated[str | None, typer.Option(help="resident or rebuilt.", show_default=option_default("decode_tables"))] = None,
     sampling_slots: Annotated[
@@ -91,6 +96,14 @@ def serve(
         typer.Option(
             help="Rows that may use penalties, biases or forced ids at the same time.", show_default=option_default("sampling_slots")
         ),
+    ] = None,
+    gpu_memory_fraction: Annotated[
+        float | None,
+        typer.Option(help="Share of a CUDA device's memory that may be used.", show_default=option_default("gpu_memory_fraction")),
+    ] = None,
+    graphs: Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps on CUDA.", show_default="on")] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))
     ] = None,
     kept_ids: Annotated[bool | None, typer.Option("--kept-ids", help="Let requests ask for the ids that their filters kept.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.", show_default="drawn")] = None,

@@ -36,6 +36,9 @@ ENGINE_OPTIONS = (
     "sampling_slots",
     "kept_ids",
     "prefix_cache",
+    "load_format",
+    "graphs",
+    "gpu_memory_fraction",
     "seed",
 )
 
@@ -81,6 +84,9 @@ class ServiceConfig:
     sampling_slots: int | None = None
     kept_ids: bool | None = None
     prefix_cache: bool | None = None
+    load_format: str | None = None
+    graphs: bool | None = None
+    gpu_memory_fraction: float | None = None
     seed: int | None = None
     threads: int | None = None
     lease_s: float = 30.0
@@ -113,6 +119,9 @@ class ServiceConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise _refuse(name, value, f"an integer of {low} or more")
+        for name in ("insecure", "watch_parent"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "True or False")
         if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
             raise _refuse("threads", self.threads, "an integer of 1 or more")
         if self.engine.count(":") != 1:
