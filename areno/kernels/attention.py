@@ -30,6 +30,10 @@ from areno.kernels.rope_kv import norm_rotate
 
 LOG2E = math.log2(math.e)
 COMBINED_AT_ONCE = 8
+PROGRAMS_PER_PROCESSOR = 3
+MAX_REGISTERS = 168
+"""The most with which so many programs of four warps share a multiprocessor."""
+
 CHUNK_BITS = tl.constexpr(16)
 CHUNK_MASK = tl.constexpr(0xFFFF)
 
@@ -39,20 +43,22 @@ class Tiling:
     """How rows are cut and chunks are computed; one engine keeps to one, since a row's bits depend on it.
 
     A row is cut into chunks of `short_chunk` tokens; while that makes more than `split` of them, the chunk doubles, up to
-    `long_chunk`. A chunk is read `block` tokens at a time (at most a page). `dot` takes the matrix units, with the query
+    `long_chunk`. A chunk is read `block` tokens at a time. Of a plain grid each program first asks for `prefetch` tokens to
+    come to the L2, under programmatic launch while the kernel before it still runs. `dot` takes the matrix units, with the query
     heads of a kv head padded to 16; otherwise products are summed head by head.
     """
 
-    short_chunk: int = 128
+    short_chunk: int = 256
     long_chunk: int = 512
-    split: int = 16
+    split: int = 2
     block: int = 64
     dot: bool = True
     num_warps: int = 4
     num_stages: int = 3
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("short_chunk", "long_chunk", "block"):
+        for name in ("short_chunk", "long_chunk", "block", "prefetch"):
             value = getattr(self, name)
             assert value & (value - 1) == 0, f"{name}={value} is not a power of two"
         assert self.block <= self.short_chunk <= self.long_chunk, "a chunk holds at least one block"
@@ -128,26 +134,76 @@ def _cut(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr,
 
 
 @triton.jit
+def _load_pages(table, start, end, row, G: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the page of the block at `start`: a scalar within one page, else one for each token."""
+    if BLOCK <= G:
+        page = tl.load(table + start // G, mask=start < end, other=0)
+    else:
+        page = tl.load(table + (start + row) // G, mask=start + row < end, other=0)
+    return page
+
+
+@triton.jit
+def _block_base(page, running, start, row, stride_page, stride_token, G: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where a block's tokens begin in the store: a scalar within one page, else [BLOCK, 1]."""
+    base = tl.where(running, page, 0).to(tl.int64) * stride_page
+    if BLOCK <= G:
+        return base + (start % G) * stride_token
+    else:
+        return (base + ((start + row) % G) * stride_token)[:, None]
+
+
+@triton.jit
+def _within_block(stride_token, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where a block's elements lie from its base on, the same for all blocks."""
+    column = tl.arange(0, D)[None, :]
+    if BLOCK <= G:
+        return tl.arange(0, BLOCK)[:, None] * stride_token + column
+    else:
+        return column
+
+
+@triton.jit
+def _prefetch(
+    keys, values, page_table, lengths, lane, kv_head, index, width, stride_page, stride_token, stride_head,
+    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr,
+    SPLIT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first tokens of a chunk to be brought into the L2. It may read the state of the step before: a hint only."""
+    length = tl.maximum(tl.load(lengths + lane, volatile=True), 1)
+    first, chunk, _ = _cut(length, WINDOW, BLOCK, SHORT, DOUBLINGS, SPLIT)
+    begin = first + index * chunk
+    if begin < length:
+        LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = 1 if D < LINE else D // LINE
+        token = tl.minimum(begin + tl.arange(0, TOKENS), length - 1)
+        page = tl.load(page_table + lane.to(tl.int64) * width + token // G).to(tl.int64)
+        place = (page * stride_page + (token % G) * stride_token + kv_head * stride_head)[:, None] + tl.arange(0, LINES)[None, :] * LINE
+        for store in tl.static_range(2):
+            address = ((keys if store == 0 else values) + place).to(tl.int64)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _attend_dot(
     q, keys, values, table, running, begin, end, floor, m, total, acc, scale,
     stride_page, stride_token, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge tokens [begin, end) that are not below `floor` into the state of all heads, products on the matrix units."""
-    column = tl.arange(0, D)[None, :]
     row = tl.arange(0, BLOCK)
     # The sum is kept per column of a block, so that only its end crosses warps.
     sums = tl.where(row[None, :] == 0, total[:, None], 0.0)
     # Carried from block to block: a load of it in the loop would take half of the stages from keys and values.
-    page = tl.load(table + begin // G, mask=begin < end, other=0)
+    within = _within_block(stride_token, G, D, BLOCK)
+    page = _load_pages(table, begin, end, row, G, BLOCK)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        here = tl.where(running, page, 0).to(tl.int64) * stride_page
-        page = tl.load(table + (start + BLOCK) // G, mask=start + BLOCK < end, other=0)
+        base = _block_base(page, running, start, row, stride_page, stride_token, G, BLOCK)
+        page = _load_pages(table, start + BLOCK, end, row, G, BLOCK)
         token = start + row
         seen = (token >= floor) & (token < end)
-        place = (start % G + row)[:, None] * stride_token + column
-        k = tl.load(keys + here + place, mask=seen[:, None], other=0.0)
-        v = tl.load(values + here + place, mask=seen[:, None], other=0.0)
+        k = tl.load(keys + base + within, mask=seen[:, None], other=0.0)
+        v = tl.load(values + base + within, mask=seen[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
@@ -166,7 +222,6 @@ def _attend_plain(
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Do as `_attend_dot`, with products summed head by head in fp32."""
-    column = tl.arange(0, D)[None, :]
     row = tl.arange(0, BLOCK)
     head = tl.arange(0, HEADS)
     maxima, sums, sides, queries = (), (), (), ()
@@ -175,15 +230,15 @@ def _attend_plain(
         sums = sums + (tl.where(row == 0, tl.sum(tl.where(head == h, total, 0.0), 0), 0.0),)
         sides = sides + (tl.sum(tl.where(head[:, None] == h, acc, 0.0), 0),)
         queries = queries + (tl.sum(tl.where(head[:, None] == h, q.to(tl.float32), 0.0), 0) * scale,)
-    page = tl.load(table + begin // G, mask=begin < end, other=0)
+    within = _within_block(stride_token, G, D, BLOCK)
+    page = _load_pages(table, begin, end, row, G, BLOCK)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        here = tl.where(running, page, 0).to(tl.int64) * stride_page
-        page = tl.load(table + (start + BLOCK) // G, mask=start + BLOCK < end, other=0)
+        base = _block_base(page, running, start, row, stride_page, stride_token, G, BLOCK)
+        page = _load_pages(table, start + BLOCK, end, row, G, BLOCK)
         token = start + row
         seen = (token >= floor) & (token < end)
-        place = (start % G + row)[:, None] * stride_token + column
-        k = tl.load(keys + here + place, mask=seen[:, None], other=0.0).to(tl.float32)
-        v = tl.load(values + here + place, mask=seen[:, None], other=0.0).to(tl.float32)
+        k = tl.load(keys + base + within, mask=seen[:, None], other=0.0).to(tl.float32)
+        v = tl.load(values + base + within, mask=seen[:, None], other=0.0).to(tl.float32)
         new_maxima, new_sums, new_sides = (), (), ()
         for h in tl.static_range(SHARE):
             scores = tl.where(seen, tl.sum(k * queries[h][None, :], 1), float("-inf"))
@@ -329,10 +384,16 @@ def _decode_kernel(
     K: tl.constexpr, SHARE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, INLINE: tl.constexpr,
-    LISTED: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if PREFETCH > 0 and not LISTED:
+        _prefetch(
+            keys, values, page_table, lengths, tl.program_id(1), tl.program_id(0), tl.program_id(2), width,
+            stride_page, stride_token, stride_head, G, D, WINDOW, BLOCK, SHORT, DOUBLINGS, SPLIT, PREFETCH,
+        )  # fmt: skip
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if LISTED:
         # Heads are neighbours, since their tokens are: programs that run together read whole lines of the store.
@@ -410,6 +471,7 @@ def build_work_list(
 ) -> None:
     """List the chunks of a step for the layers of one window. Shapes: [B]. Mutates: `work`."""
     (lanes,) = lengths_B.shape
+    assert page_size & (page_size - 1) == 0, f"G={page_size} must be a power of two"
     assert running_B.shape == (lanes,) and lanes * max_chunks <= work.items.numel(), f"{lanes} lanes of {max_chunks} chunks do not fit"
     extra = {"launch_pdl": True} if pdl else {}
     _work_kernel[(max_chunks,)](
@@ -420,7 +482,7 @@ def build_work_list(
         lanes,
         LANES=triton.next_power_of_2(lanes),
         WINDOW=window,
-        BLOCK=min(tiling.block, page_size),
+        BLOCK=tiling.block,
         SHORT=tiling.short_chunk,
         DOUBLINGS=tiling.doublings,
         SPLIT=tiling.split,
@@ -529,7 +591,6 @@ def _launch(
     lanes, num_heads, head_dim = out_BHD.shape
     _, page_size, num_kv_heads, _ = keys.shape
     share = num_heads // num_kv_heads
-    block = min(tiling.block, page_size)
     assert head_dim & (head_dim - 1) == 0 and page_size & (page_size - 1) == 0, f"D={head_dim} and G={page_size} must be powers of two"
     assert keys.stride() == values.stride() and keys.stride(3) == 1, "keys and values need equal strides with D contiguous"
     assert out_BHD.is_contiguous() and page_table_RP.stride(1) == 1, "the output and the page table's rows must be contiguous"
@@ -545,13 +606,14 @@ def _launch(
         weight, angles, None if work is None else work.items, None if work is None else work.count,
         scale * LOG2E, eps, page_table_RP.stride(0), workspace.partials.shape[2], keys.stride(0), keys.stride(1), keys.stride(2),
         K=num_kv_heads, SHARE=share, G=page_size, D=head_dim, HEADS=max(width, 16) if tiling.dot else width, WIDTH=width,
-        WINDOW=window, BLOCK=block, SHORT=tiling.short_chunk, DOUBLINGS=tiling.doublings, SPLIT=tiling.split,
+        WINDOW=window, BLOCK=tiling.block, SHORT=tiling.short_chunk, DOUBLINGS=tiling.doublings, SPLIT=tiling.split,
         STAGES=tiling.num_stages, AT_ONCE=COMBINED_AT_ONCE, DOT=tiling.dot, FUSED=angles is not None, NORM=weight is not None,
-        INLINE=not separate, LISTED=work is not None, PDL=pdl, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **extra,
+        INLINE=not separate, LISTED=work is not None, PREFETCH=tiling.prefetch if q.is_cuda else 0, PDL=pdl,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=MAX_REGISTERS if tiling.num_warps == 4 else None, **extra,
     )  # fmt: skip
     if separate:
         _combine_kernel[(num_kv_heads, lanes)](
             workspace.partials, workspace.states, out_BHD, lengths_B, running_B, workspace.partials.shape[2],
-            K=num_kv_heads, SHARE=share, D=head_dim, WIDTH=width, WINDOW=window, BLOCK=block, SHORT=tiling.short_chunk,
+            K=num_kv_heads, SHARE=share, D=head_dim, WIDTH=width, WINDOW=window, BLOCK=tiling.block, SHORT=tiling.short_chunk,
             DOUBLINGS=tiling.doublings, SPLIT=tiling.split, AT_ONCE=COMBINED_AT_ONCE, PDL=pdl, **extra,
         )  # fmt: skip

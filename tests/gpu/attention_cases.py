@@ -9,11 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from areno.kernels.attention import TILING, Tiling, WorkList, Workspace, build_work_list, decode_attention, decode_attention_fused
+from areno.kernels.attention import (
+    PROGRAMS_PER_PROCESSOR,
+    TILING,
+    Tiling,
+    WorkList,
+    Workspace,
+    build_work_list,
+    decode_attention,
+    decode_attention_fused,
+)
 
 CUDA = torch.device("cuda")
 PAGE = 64
-PROGRAMS_PER_PROCESSOR = 3
 
 
 def programs() -> int:

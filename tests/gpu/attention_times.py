@@ -7,6 +7,7 @@ cache, and the work list, which a step makes once for all its layers and which h
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -14,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +38,33 @@ EPS = 1e-6
 KV_HEADS, DIM = 8, 128
 
 CONFIGS: dict[str, Tiling] = {
-    "dot b64 w4 s3": TILING,
-    "dot b64 w4 s2": replace(TILING, num_stages=2),
-    "dot b64 w4 s4": replace(TILING, num_stages=4),
-    "dot b64 w2 s3": replace(TILING, num_warps=2),
-    "dot b32 w2 s4": replace(TILING, block=32, num_warps=2, num_stages=4),
-    "dot b32 w1 s3": replace(TILING, block=32, num_warps=1),
-    "dot c64": replace(TILING, short_chunk=64),
-    "dot c256": replace(TILING, short_chunk=256),
-    "dot c512": replace(TILING, short_chunk=512),
+    "b64 w4 s3": TILING,
+    "b64 w4 s2": replace(TILING, num_stages=2),
+    "b64 w4 s4": replace(TILING, num_stages=4),
+    "b64 w2 s3": replace(TILING, num_warps=2),
+    "b32 w2 s4": replace(TILING, block=32, num_warps=2, num_stages=4),
+    "b32 w1 s3": replace(TILING, block=32, num_warps=1),
+    "b128 w4 s2": replace(TILING, block=128, num_stages=2),
+    "b128 w8 s2": replace(TILING, block=128, num_warps=8, num_stages=2),
+    "c128": replace(TILING, short_chunk=128, split=16),
+    "c256": replace(TILING, split=16),
+    "c512": replace(TILING, short_chunk=512),
+    "c512 s2": replace(TILING, short_chunk=512, num_stages=2),
+    "c1024": replace(TILING, short_chunk=512, long_chunk=1024, split=8),
     "plain b16 w1": replace(TILING, dot=False, block=16, num_warps=1, num_stages=1),
     "plain b64 w4": replace(TILING, dot=False, num_warps=4, num_stages=1),
 }
 """Tried with 16 query heads; the names say what differs from the default."""
 FEW_HEADS, MANY_HEADS = 16, 32
-MANY_CONFIGS = ("dot b64 w4 s3", "dot b64 w4 s2", "dot b64 w2 s3", "dot b32 w2 s4", "dot c256")
-CHECKED_CONFIGS = ("dot b32 w2 s4", "plain b16 w1")
+MANY_CONFIGS = ("b64 w4 s3", "b64 w4 s2", "b64 w2 s3", "b128 w4 s2", "c128", "c512")
+FUSED_CONFIGS = {
+    "": TILING,
+    ", c512": CONFIGS["c512"],
+    ", c128": CONFIGS["c128"],
+    ", prefetch": replace(TILING, prefetch=64),
+    ", c512 prefetch": replace(CONFIGS["c512"], prefetch=128),
+}
+CHECKED_CONFIGS = ("b128 w4 s2", "c128", "plain b16 w1")
 
 Store = tuple[torch.Tensor, torch.Tensor]
 
@@ -120,19 +134,19 @@ def time_attention(store: Store, heads: int, load: Load, names: tuple[str, ...])
         def step(index: int) -> None:
             attention.run(sets[index % load.sets], out, separate=separate, pdl=pdl)
 
-        return measured(load.name, f"H{heads} {config}", traffic, load.launches, step)
+        return measured(f"{load.name} H{heads}", config, traffic, load.launches, step)
 
     for name in names:
         yield run(CONFIGS[name], name)
         if load.listed:
             yield run(CONFIGS[name], f"{name} list", listed=programs())
-    yield run(TILING, "default, combine apart", separate=True)
-    yield run(TILING, "default, pdl", pdl=True)
+    yield run(TILING, "combine apart", separate=True)
+    yield run(TILING, "pdl", pdl=True)
     whole = sets
     sets = [replace(rows, keys=_heads_outside(rows.keys), values=_heads_outside(rows.values)) for rows in whole]
-    yield run(TILING, "default, store [N, K, G, D]")
+    yield run(TILING, "store [N, K, G, D]")
     yield measured(
-        load.name, f"H{heads} torch gather + sdpa", traffic, load.sets, lambda index: gathered(whole[index % load.sets], DIM**-0.5)
+        f"{load.name} H{heads}", "torch gather + sdpa", traffic, load.sets, lambda index: gathered(whole[index % load.sets], DIM**-0.5)
     )
 
 
@@ -149,24 +163,33 @@ def time_fused(store: Store, heads: int, load: Load) -> Iterator[dict]:
     qkv = normal(len(load.lengths), (heads + 2 * KV_HEADS) * DIM)
     positions = sets[0].lengths - 1
     slots = [rows.table.gather(1, (positions // PAGE).long()[:, None])[:, 0] * PAGE + positions % PAGE for rows in sets]
-    attention = Attention(len(load.lengths), heads, KV_HEADS, DIM, max(load.lengths), TILING, programs() if load.listed else 0)
-    attention.prepare(sets[0])
 
-    def two(index: int, pdl: bool) -> None:
+    def attention(tiling: Tiling, listed: int) -> Attention:
+        made = Attention(len(load.lengths), heads, KV_HEADS, DIM, max(load.lengths), tiling, listed)
+        made.prepare(sets[0])
+        return made
+
+    def two(index: int, attention: Attention, pdl: bool) -> None:
         rows = sets[index % load.sets]
         rope_kv(qkv, positions, slots[index % load.sets], angles, weight, q, rows.keys, rows.values, eps=EPS, pdl=pdl)
         attention.run(replace(rows, q=q), out, pdl=pdl)
 
-    def one(index: int, pdl: bool) -> None:
+    def one(index: int, attention: Attention, pdl: bool) -> None:
         attention.run_fused(sets[index % load.sets], qkv, weight, angles, out, pdl=pdl)
 
     traffic = sets[0].traffic
-    yield measured(load.name, f"H{heads} rope_kv + attention", traffic, load.launches, lambda index: two(index, False))
-    yield measured(load.name, f"H{heads} rope_kv + attention, pdl", traffic, load.launches, lambda index: two(index, True))
-    yield measured(load.name, f"H{heads} fused", traffic, load.launches, lambda index: one(index, False))
-    yield measured(load.name, f"H{heads} fused, pdl", traffic, load.launches, lambda index: one(index, True))
+    for listed in (0, programs())[: 1 + load.listed]:
+        for name, tiling in FUSED_CONFIGS.items():
+            if listed and tiling.prefetch:
+                continue
+            made = attention(tiling, listed)
+            for launch, what in ((two, "rope + attend"), (one, "fused")):
+                for pdl in (True, False)[: 1 + (tiling == TILING)]:
+                    config = f"{what}{' list' if listed else ''}{name}{'' if pdl else ', no pdl'}"
+                    yield measured(f"{load.name} H{heads}", config, traffic, load.launches, partial(launch, attention=made, pdl=pdl))
     if load.listed:
-        yield measured(load.name, "work list", 0, 4, lambda index: attention.prepare(sets[0]))
+        listed_attention = attention(TILING, programs())
+        yield measured(f"{load.name} H{heads}", "work list", 0, 4, lambda index: listed_attention.prepare(sets[0]))
 
 
 def time_rope(store: Store, tokens: int, heads: int) -> Iterator[dict]:
@@ -176,15 +199,15 @@ def time_rope(store: Store, tokens: int, heads: int) -> Iterator[dict]:
     positions = torch.randint(0, 8192, (tokens,), device=CUDA, dtype=torch.int32)
     slots = torch.randperm(keys.shape[0] * PAGE - 2 * PAGE, device=CUDA)[:tokens] + 2 * PAGE
     q = torch.empty(tokens, heads, DIM, dtype=torch.bfloat16, device=CUDA)
-    name, traffic = f"rope_kv {tokens}", 4 * qkv.numel()
+    name, traffic = f"rope_kv {tokens} H{heads}", 4 * qkv.numel()
 
     def step(per_program: int, warps: int) -> None:
         rope_kv(qkv, positions, slots, table.angles, weight, q, keys, values, eps=EPS, heads_per_program=per_program, num_warps=warps)
 
-    yield measured(name, f"H{heads} 2 heads w1", traffic, 20, lambda index: step(2, 1))
-    yield measured(name, f"H{heads} 4 heads w1", traffic, 20, lambda index: step(4, 1))
-    yield measured(name, f"H{heads} 8 heads w2", traffic, 20, lambda index: step(8, 2))
-    yield measured(name, f"H{heads} 8 heads w4", traffic, 20, lambda index: step(8, 4))
+    yield measured(name, "2 heads w1", traffic, 20, lambda index: step(2, 1))
+    yield measured(name, "4 heads w1", traffic, 20, lambda index: step(4, 1))
+    yield measured(name, "8 heads w2", traffic, 20, lambda index: step(8, 2))
+    yield measured(name, "8 heads w4", traffic, 20, lambda index: step(8, 4))
 
     def layers(index: int) -> None:
         qk, v = qkv.view(tokens, -1, DIM).split((heads + KV_HEADS, KV_HEADS), 1)
@@ -192,7 +215,7 @@ def time_rope(store: Store, tokens: int, heads: int) -> Iterator[dict]:
         keys.view(-1, KV_HEADS, DIM).index_copy_(0, slots, turned[:, heads:])
         values.view(-1, KV_HEADS, DIM).index_copy_(0, slots, v)
 
-    yield measured(name, f"H{heads} torch", traffic, 5, layers)
+    yield measured(name, "torch", traffic, 5, layers)
 
 
 def time_rows(tokens: int, size: int, inner: int) -> Iterator[dict]:
@@ -248,12 +271,16 @@ def every_timing() -> Iterator[dict]:
 
 
 def timings() -> list[dict]:
-    """Time all cases and print one line for each."""
+    """Time all cases. Prints one line for each case, its fastest way first, and leaves all figures in $OUT where that is set."""
     torch.manual_seed(0)
     found = []
-    for row in every_timing():
-        print(f"{row['name']:24} {row['config']:36} {row['us']:9.1f} us {row['tb_per_s']:6.2f} TB/s", flush=True)
-        found.append(row)
+    for name, rows in groupby(every_timing(), key=lambda row: row["name"]):
+        same = list(rows)
+        found += same
+        ranked = sorted(same, key=lambda row: row["us"])
+        print(f"{name}: " + "; ".join(f"{row['config']} {row['us']:.1f}/{row['tb_per_s']:.2f}" for row in ranked), flush=True)
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "check_attention.json").write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -276,12 +303,16 @@ def jobs() -> list[Job]:
     """List what the checks and timings launch."""
     named = [(FEW_HEADS, tiling) for tiling in CONFIGS.values()] + [(MANY_HEADS, CONFIGS[name]) for name in MANY_CONFIGS]
     found = [Job(heads=heads, tiling=tiling, listed=listed) for heads, tiling in named for listed in (0, 1)]
-    ways = [(listed, separate, pdl) for listed in (0, 1) for separate, pdl in ((False, False), (True, False), (False, True))]
-    for heads, kv_heads, dim in ((FEW_HEADS, 8, 128), (MANY_HEADS, 8, 128), (9, 3, 64), (8, 1, 64)):
-        for listed, separate, pdl in ways:
-            own = Job(heads=heads, tiling=TILING, kv_heads=kv_heads, dim=dim, listed=listed, separate=separate, pdl=pdl)
-            found += [own, replace(own, fused=True)] if not separate and (heads, dim) in ((FEW_HEADS, 128), (9, 64)) else [own]
+    shapes = ((FEW_HEADS, 8, 128), (MANY_HEADS, 8, 128), (9, 3, 64), (8, 1, 64))
     for listed in (0, 1):
+        for heads, kv_heads, dim in shapes:
+            own = Job(heads=heads, tiling=TILING, kv_heads=kv_heads, dim=dim, listed=listed)
+            found += [replace(own, separate=separate, pdl=pdl) for separate, pdl in ((False, False), (True, False), (False, True))]
+        found += [Job(heads=9, tiling=TILING, kv_heads=3, dim=64, listed=listed, pdl=pdl, fused=True) for pdl in (False, True)]
+        for tiling in FUSED_CONFIGS.values():
+            if not (listed and tiling.prefetch):
+                own = Job(heads=FEW_HEADS, tiling=tiling, listed=listed)
+                found += [replace(own, pdl=True), replace(own, pdl=True, fused=True), replace(own, fused=True)]
         for separate in (False, True):
             found += [Job(heads=FEW_HEADS, tiling=CONFIGS[name], listed=listed, separate=separate) for name in CHECKED_CONFIGS]
             found.append(Job(heads=FEW_HEADS, tiling=TILING, listed=listed, separate=separate, window=1000))

@@ -117,7 +117,8 @@ def check_fused(heads: int, kv_heads: int, dim: int, norm: bool) -> dict:
         assert differing <= lanes * kv_heads * dim // 100, f"{what}: {differing} elements of {name} differ"
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
         assert not getattr(fused_rows, name)[0].any(), f"{what}: page 0 was written"
-    for attention, pdl in ((listed, False), (plain, True), (listed, True), (plain, False)):
+    early = Attention(lanes, heads, kv_heads, dim, 8192, replace(TILING, prefetch=64))
+    for attention, pdl in ((listed, False), (plain, True), (listed, True), (early, False), (early, True), (plain, False)):
         assert torch.equal(one(attention, everyone, pdl)[1], fused), f"{what} {pdl=}: other bits"
     for row in (0, 3, 10, 16):
         assert torch.equal(one(plain, [row])[1][0], fused[row]), f"{what}: row {row} has other bits alone"
@@ -245,7 +246,7 @@ def main() -> None:
 
 
 def timings() -> list[dict]:
-    """Time all cases and print one line for each."""
+    """Time all cases and print a line for each."""
     return attention_times.timings()
 
 
