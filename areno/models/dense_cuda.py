@@ -30,7 +30,7 @@ from areno.kernels.rows import LaneBuffers
 from areno.kv.store import KVStore
 from areno.models.dense import DenseDecoder, DenseLayer
 
-FUSED_ROWS = 64
+FUSED_ROWS = 16
 """Up to this many rows the fused products are used."""
 
 SHORT_TOKENS = 1024
@@ -71,7 +71,7 @@ class ChunkPlan:
 class FusedDecoder:
     """Runs `model` with kernels over `store`. Shapes: page table [R, P] int32."""
 
-    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, max_tokens: int, pdl: bool = True) -> None:
+    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, max_tokens: int, pdl: bool = False) -> None:
         config = model.config
         self._model, self._store, self._config = model, store, config
         self._pdl = pdl and torch.cuda.get_device_capability(model.table.device) >= (9, 0)

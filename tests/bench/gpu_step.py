@@ -81,6 +81,7 @@ def choose(engine: Engine, *, pdl: bool, fused_rows: int) -> None:
     assert isinstance(path, GraphPath)
     path._graphs.clear()
     path._seen.clear()
+    path._pool = torch.cuda.graph_pool_handle()
     path._fused._pdl = pdl
     dense_cuda.FUSED_ROWS = fused_rows
 
