@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from areno.kernels.reduce import Draw, exp_sum, finite
+from areno.kernels.reduce import COLUMNS_PER_WARP, Draw, exp_sum, finite
 from areno.kernels.rows import row_pointers
 from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers
 from areno.sampling.kept import MAX_KEPT
@@ -142,6 +142,7 @@ def _filter_kernel(
     MASKS_IDS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     lane = tl.program_id(0)
@@ -172,7 +173,7 @@ def _filter_kernel(
     stop = tl.where(runs & filtered, vocab, 0)
 
     lowest = tl.full([], float("-inf"), tl.float32)
-    largest, total, maximum = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32), lowest
+    largest, total, maximum = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32), lowest
     first = 0
     while first < stop:
         first = tl.multiple_of(first, BLOCK)
@@ -293,6 +294,7 @@ def find_thresholds(
         KEPT=kept is not None,
         **draw.flags(),
         BLOCK=block,
+        COLUMNS=min(block, COLUMNS_PER_WARP * warps),
         PDL=pdl,
         num_warps=warps,
         enable_fp_fusion=False,

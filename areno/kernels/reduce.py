@@ -25,6 +25,10 @@ from areno.sampling.variant import Variant
 
 CONFIGS = ((4, 1024, 4, 264), (32, 2048, 4, 528), (1 << 30, 2048, 4, 528))
 """Rows of (most lanes, ids of a tile, warps, programs aimed at)."""
+PLAIN_REGISTERS, REGISTERS = 96, 128
+"""Registers of a thread at most; the loop over plain tiles fits into these."""
+COLUMNS_PER_WARP = 128
+"""Ids that a warp loads at once, four by each thread."""
 
 MAXIMUM, TOTAL, TEMPERED_TOTAL, BEST, BEST_ID, BEST_LOGIT, SHAPED_MAXIMUM, SHAPED_TOTAL, BEST_SHAPED, FIELDS = (
     tl.constexpr(number) for number in range(10)
@@ -63,9 +67,14 @@ def partial_records(max_lanes: int, vocab: int, device: torch.device) -> torch.T
 
 @triton.jit
 def exp_sum(values, total, reference, maximum, scale):
-    """Add exp of a tile to the running sums, which were relative to `maximum`. Returns weights and sums."""
+    """Add exp of a tile to the running sums by column, which were relative to `maximum`. Returns weights and sums.
+
+    Columns are the ids that one load of the whole program spans, so that a thread adds what it holds.
+    """
     weights = tl.exp2((values - reference) * scale)
-    return weights, tl.fma(total, tl.exp2((maximum - reference) * scale), weights)
+    rows: tl.constexpr = values.shape[0] // total.shape[0]
+    fresh = tl.sum(tl.reshape(weights, (rows, total.shape[0])), 0)
+    return weights, tl.fma(total, tl.exp2((maximum - reference) * scale), fresh)
 
 
 @triton.jit
@@ -83,7 +92,7 @@ def _may_win(weights, reference, top, ids, low, high, greedy, best, NOISE: tl.co
             # A margin for the roundings of weights and scores; 2^126 keeps the limit finite before the first best.
             slack = 1e-3 + (tl.abs(best) + tl.abs(reference)) * 1e-6
             limit = tl.exp2(tl.minimum((reference - best + slack) * LOG2E + 32.0, 126.0))
-            hot = tl.max(weights * limit - hashes(ids, low, high).to(tl.float32), 0) >= 0.0
+            hot = tl.max(tl.fma(weights, limit, -hashes(ids, low, high).to(tl.float32)), 0) >= 0.0
     return hot
 
 
@@ -127,6 +136,7 @@ def _reduce_kernel(
     MASKS_IDS: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     SHAPES: tl.constexpr = STOP_MASK or SLOTS or FILTERS or MASKS_IDS
@@ -164,22 +174,26 @@ def _reduce_kernel(
 
     offset = tl.arange(0, BLOCK)
     first = split * tiles * BLOCK
-    stop = tl.where(runs, tl.minimum(first + tiles * BLOCK, vocab), first)
+    end = tl.minimum(first + tiles * BLOCK, vocab)
+    stop = tl.where(runs, end, first)
     plain_stop = stop
     if MASKS_IDS:
         plain_stop = tl.minimum(stop, first + tl.maximum(num_valid - first, 0) // BLOCK * BLOCK)
     if SHAPES:
         plain_stop = tl.where(shaped, first, plain_stop)
-    scale = tl.div_rn(tl.full([], 1.0, tl.float32), divisor) * LOG2E
-    maximum, total, tempered_total = float("-inf"), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
+    scale = inverse * LOG2E
+    maximum, total, tempered_total = float("-inf"), tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     # Infinite until an id is drawn, for a lane of which every logit is NaN.
     best, best_id, best_logit, best_shaped = float("-inf"), tl.minimum(first, vocab - 1), float("inf"), float("-inf")
     worst = tl.full([BLOCK], float("-inf"), tl.float32)
+    # Each tile is loaded while the one before it is worked on; the first before it is known whether the lane runs.
+    tile = tl.load(base + tl.multiple_of(first, BLOCK) + offset, mask=first + offset < end, other=float("-inf"))
 
     while first < plain_stop:
         first = tl.multiple_of(first, BLOCK)
         ids = first + offset
-        tile = tl.load(base + ids, mask=ids < vocab, other=float("-inf"))
+        following = tl.load(base + ids + BLOCK, mask=ids + BLOCK < end, other=float("-inf"))
         top = tl.max(tile, 0)
         reached = tl.maximum(maximum, top)
         reference = finite(reached)
@@ -191,13 +205,14 @@ def _reduce_kernel(
         if not SUMS:
             worst = tl.maximum(worst, tile, propagate_nan=tl.PropagateNan.ALL)
         maximum = reached
-        if _may_win(weights, tl.div_rn(reference, divisor), tl.div_rn(top, divisor), ids, low, high, greedy, best, NOISE):
+        if _may_win(weights, reference * inverse, top * inverse, ids, low, high, greedy, best, NOISE):
             scores = tile
             if TEMPERED:
                 scores = tl.div_rn(tile, divisor)
             best, best_id, best_logit, best_shaped = _improve(
                 scores, tile, ids, low, high, greedy, best, best_id, best_logit, best_shaped, NOISE, SHAPES
             )
+        tile = following
         first += BLOCK
 
     if SHAPES:
@@ -208,7 +223,7 @@ def _reduce_kernel(
         while first < stop:
             first = tl.multiple_of(first, BLOCK)
             ids = first + offset
-            tile = tl.load(base + ids, mask=ids < vocab, other=float("-inf"))
+            following = tl.load(base + ids + BLOCK, mask=ids + BLOCK < end, other=float("-inf"))
             if SUMS:
                 reached = tl.maximum(maximum, tl.max(tile, 0))
                 reference = finite(reached)
@@ -232,6 +247,7 @@ def _reduce_kernel(
                 best, best_id, best_logit, best_shaped = _improve(
                     scores, tile, ids, low, high, greedy, best, best_id, best_logit, best_shaped, NOISE, SHAPES
                 )
+            tile = following
             first += BLOCK
 
     splits = tl.num_programs(1)
@@ -336,8 +352,10 @@ def reduce_logits(
         SUMS=draw.sums,
         **draw.flags(),
         BLOCK=splits.block,
+        COLUMNS=min(splits.block, COLUMNS_PER_WARP * splits.warps),
         PDL=pdl,
         num_warps=splits.warps,
+        maxnreg=PLAIN_REGISTERS if not (draw.variant.temperature or draw.variant.slots) else REGISTERS,
         enable_fp_fusion=False,
         **extra,
     )

@@ -87,6 +87,7 @@ def _finish_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SHAPES: tl.constexpr = STOP_MASK or SLOTS or FILTERS or MASKS_IDS
     lane = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,20 +99,36 @@ def _finish_kernel(
         runs = tl.load(running + lane) != 0
     else:
         runs = tl.load(rows.alive + row) != 0
-    status = tl.where(runs, _TOKEN, _IDLE)
-    if starved is not None:
-        status = tl.where(tl.load(starved + lane) != 0, _STARVED, status)
-
+    # Everything that no other load must precede comes first: this kernel is as long as its chain of loads.
+    remaining = tl.load(rows.ints + REMAINING * num_rows + row)
+    stop_wait = tl.load(rows.ints + STOP_WAIT * num_rows + row)
+    length = tl.load(rows.ints + LENGTH * num_rows + row)
+    generation = tl.load(rows.ints + GENERATION * num_rows + row)
+    launch = tl.load(counter)
     split = tl.arange(0, BLOCK)
     inside = split < splits
     place = partials + lane * FIELDS * splits + split
     scores = tl.load(place + BEST * splits, mask=inside, other=float("-inf"))
     ids = tl.load(place + BEST_ID * splits, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    logit_of_splits = tl.load(place + BEST_LOGIT * splits, mask=inside, other=0.0)
+    totals = tl.load(place + TOTAL * splits, mask=inside, other=0.0)
+    if SUMS:
+        maxima = tl.load(place + MAXIMUM * splits, mask=inside, other=float("-inf"))
+        if TEMPERED:
+            tempered_totals = tl.load(place + TEMPERED_TOTAL * splits, mask=inside, other=0.0)
+        if SHAPES:
+            shaped_maxima = tl.load(place + SHAPED_MAXIMUM * splits, mask=inside, other=float("-inf"))
+            shaped_totals = tl.load(place + SHAPED_TOTAL * splits, mask=inside, other=0.0)
+            shaped_of_splits = tl.load(place + BEST_SHAPED * splits, mask=inside, other=0.0)
+    status = tl.where(runs, _TOKEN, _IDLE)
+    if starved is not None:
+        status = tl.where(tl.load(starved + lane) != 0, _STARVED, status)
+
     # Splits are in the order of their ids, so the lowest id among the best is the first one's.
     best = tl.max(scores, 0)
     token = tl.min(tl.where(inside & (scores == best), ids, NO_ID), 0)
     chosen = inside & (ids == token)
-    logit = tl.max(tl.where(chosen, tl.load(place + BEST_LOGIT * splits, mask=inside, other=0.0), float("-inf")), 0)
+    logit = tl.max(tl.where(chosen, logit_of_splits, float("-inf")), 0)
     stop_ids, stops_held = lane_stops(rows, num_rows, row)
     active = (stops_held & (tl.max(stop_ids, 0) >= 0)) | MASKS_IDS
     forced = -1
@@ -132,24 +149,18 @@ def _finish_kernel(
         active = active | lane_filters(rows, num_rows, row)[3]
     token = tl.minimum(tl.maximum(token, 0), vocab - 1)
 
-    totals = tl.load(place + TOTAL * splits, mask=inside, other=0.0)
     if SUMS:
-        maxima = tl.load(place + MAXIMUM * splits, mask=inside, other=float("-inf"))
         maximum, log_total = _log_total(maxima, totals)
         raw_logprob = logit - maximum - log_total
         logprob = raw_logprob
         if TEMPERED:
             divisor = lane_divisor(rows, num_rows, row)[0]
-            tempered_totals = tl.load(place + TEMPERED_TOTAL * splits, mask=inside, other=0.0)
             maximum, log_total = _log_total(tl.div_rn(maxima, divisor), tempered_totals)
             logprob = tl.div_rn(logit, divisor) - maximum - log_total
         behaviour_logprob = tl.full([], float("nan"), tl.float32)
-        if STOP_MASK or SLOTS or FILTERS or MASKS_IDS:
-            maximum, log_total = _log_total(
-                tl.load(place + SHAPED_MAXIMUM * splits, mask=inside, other=float("-inf")),
-                tl.load(place + SHAPED_TOTAL * splits, mask=inside, other=0.0),
-            )
-            shaped = tl.max(tl.where(chosen, tl.load(place + BEST_SHAPED * splits, mask=inside, other=0.0), float("-inf")), 0)
+        if SHAPES:
+            maximum, log_total = _log_total(shaped_maxima, shaped_totals)
+            shaped = tl.max(tl.where(chosen, shaped_of_splits, float("-inf")), 0)
             behaviour_logprob = tl.where(active & (forced < 0), shaped - maximum - log_total, behaviour_logprob)
     else:
         # Zero, or NaN where the logits are not finite.
@@ -157,9 +168,6 @@ def _finish_kernel(
         logprob = tl.full([], float("nan"), tl.float32)
         behaviour_logprob = logprob
 
-    remaining = tl.load(rows.ints + REMAINING * num_rows + row)
-    stop_wait = tl.load(rows.ints + STOP_WAIT * num_rows + row)
-    length = tl.load(rows.ints + LENGTH * num_rows + row)
     stopped = runs & (stop_wait <= 0) & (tl.max((stop_ids == token).to(tl.int32), 0) > 0)
     exhausted = runs & (remaining <= 1) & (stopped == 0)
     status = tl.where(stopped, _STOPPED, tl.where(exhausted, _EXHAUSTED, status))
@@ -174,9 +182,9 @@ def _finish_kernel(
         count = slots.counts + slot.to(tl.int64) * vocab + token
         tl.store(count, tl.load(count, mask=mine, other=0) + 1, mask=mine)
 
-    record = ring + ((tl.load(counter) - 1) % ring_slots) * RECORD_WORDS * ring_lanes + lane
+    record = ring + ((launch - 1) % ring_slots) * RECORD_WORDS * ring_lanes + lane
     tl.store(record, status)
-    tl.store(record + ring_lanes, tl.load(rows.ints + GENERATION * num_rows + row))
+    tl.store(record + ring_lanes, generation)
     tl.store(record + 2 * ring_lanes, token, mask=runs)
     _store_float(record + 3 * ring_lanes, logprob, runs)
     _store_float(record + 4 * ring_lanes, raw_logprob, runs)

@@ -107,12 +107,14 @@ def _mask_stops(scores, ids, first, rows, row, stop_ids, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _penalise(scores, ids, slots, slot, vocab):
+def _penalise(scores, ids, first, slots, slot, vocab, BLOCK: tl.constexpr):
     place = tl.maximum(slot, 0)
     inside = ids < vocab
-    at = place.to(tl.int64) * vocab + ids
-    counts = tl.load(slots.counts + at, mask=inside, other=0)
-    seen = tl.load(slots.prompt_seen + at, mask=inside, other=0) != 0
+    start = place.to(tl.int64) * vocab
+    counts = tl.load(slots.counts + start + ids, mask=inside, other=0)
+    # Read byte by byte: wide loads of bytes would give a thread 16 ids and change the order of the plain sums.
+    scattered = tl.max_contiguous(first + tl.arange(0, BLOCK), 1)
+    seen = tl.load(slots.prompt_seen + start + scattered, mask=inside, other=0) != 0
     repetition = tl.load(slots.repetition + place)
     repeated = tl.where(scores > 0.0, tl.div_rn(scores, repetition), scores * repetition)
     scores = tl.where((counts > 0) | seen, repeated, scores)
@@ -154,7 +156,7 @@ def shaped_scores(
             scores = _mask_stops(scores, ids, first, rows, row, stops[0], BLOCK)
     if SLOTS:
         if held[4]:
-            scores = _penalise(scores, ids, slots, held[0], vocab)
+            scores = _penalise(scores, ids, first, slots, held[0], vocab, BLOCK)
     if TEMPERED:
         scores = tl.div_rn(scores, divisor)
     return scores

@@ -59,6 +59,12 @@ def tables(rows: int, vocab: int, rng: np.random.Generator, variant: Variant, de
     return made
 
 
+def random_logits(rng: np.random.Generator, lanes: int, vocab: int, *, ties: bool = False) -> torch.Tensor:
+    """Return logits of various spread and level, a lane each; with `ties` whole numbers."""
+    logits = rng.normal(size=(lanes, vocab)) * rng.choice([0.2, 2.0, 8.0], (lanes, 1)) + rng.choice([-20.0, 0.0, 30.0], (lanes, 1))
+    return torch.from_numpy(np.round(logits) if ties else logits).float()
+
+
 def slot_content(vocab: int, rng: np.random.Generator) -> SlotContent:
     """Return a random content: biases or none, penalties or none, forced ids or none."""
     biases = int(rng.choice([0, 3, 40]))
@@ -170,7 +176,8 @@ def by_kernels(
         workspace = FilterWorkspace.allocate(lanes, vocab, device, block=filter_block)
         for scratch in (workspace.thresholds, workspace.scores, workspace.kept_scores, workspace.kept_ids):
             scratch.fill_(77)
-        find_thresholds(draw, workspace, counter, kept=kept if variant.kept else None, **_warps(filter_block))
+        warps = max(1, min(16, filter_block // 256))
+        find_thresholds(draw, workspace, counter, kept=kept if variant.kept else None, warps=warps)
         thresholds = workspace.thresholds
     finish(draw, partials, reduce_logits(draw, partials, thresholds, splits=splits), ring, counter)
     if device.type == "cuda":
@@ -185,10 +192,6 @@ def by_kernels(
         assert (kept.counts[others] == -77).all() and (kept.ids[:, lanes:] == -77).all(), "another place of the kept ring was written"
         told.kept_ids, told.kept_count = kept.ids[place, :lanes].numpy(), kept.counts[place, :lanes].numpy()
     return told
-
-
-def _warps(block: int) -> dict[str, int]:
-    return {"warps": max(1, min(16, block // 256))}
 
 
 def compare(found: Told, expected: Told, made: DecodeTables, reference: DecodeTables, *, atol: float = 2e-5) -> float:
