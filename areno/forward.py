@@ -1,7 +1,7 @@
 """The model, its K/V store and its sampler as one thing to run: lanes or prompt chunks in, logits and drawn tokens out.
 
 Both decode paths and the prefill go through here, so a token is computed by the same arithmetic whoever keeps the row
-state. On a CUDA device prompts run through the fused decoder. The rank makes one; the weights behind it change only
+state. On a CUDA device prompts run through captured graphs. The rank makes one; the weights behind it change only
 between launches.
 """
 
@@ -22,12 +22,13 @@ from areno.decode.tables import Lanes
 from areno.kv.store import KVStore
 from areno.layers.attention import DecodeAttention, DenseAttention, PrefillAttention, group_chunks
 from areno.models.dense import DenseDecoder
+from areno.prefill import PackedChunks, pack_chunks
 from areno.sampling.sampler import Drawn, LaneParams, Sampler
 from areno.sampling.variant import Variant
 from areno.uploads import upload
 
 if TYPE_CHECKING:
-    from areno.models.dense_cuda import FusedDecoder
+    from areno.prefill_graphs import PrefillGraphs
 
 SCORE_ROWS = 512
 
@@ -48,26 +49,15 @@ class PrefillResult:
     scores: list[ChunkScores]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Packed:
-    """Chunks end to end. Shapes: `ids`, `positions` and `slots` int64 [T], padding included; `offsets` [C + 1]."""
-
-    ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    counts: list[int]
-    offsets: list[int]
-
-
 class Forward:
     """One rank's model over one store."""
 
-    __slots__ = ("_device", "_dtype", "_fused", "_model", "_sampler", "_store", "_windows")
+    __slots__ = ("_device", "_dtype", "_model", "_prompts", "_sampler", "_store", "_windows")
 
     def __init__(
-        self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype, fused: FusedDecoder | None = None
+        self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype, prompts: PrefillGraphs | None = None
     ) -> None:
-        self._model, self._store, self._sampler, self._dtype, self._fused = model, store, sampler, dtype, fused
+        self._model, self._store, self._sampler, self._dtype, self._prompts = model, store, sampler, dtype, prompts
         self._device = model.table.device
         self._windows = {layer: window for layer, window in enumerate(model.config.windows) if window is not None}
 
@@ -78,8 +68,7 @@ class Forward:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
         """Run packed chunks; return the logits of the rows they complete and the scores they were asked for. Mutates: the store."""
-        packed = self._pack(chunks)
-        hidden = self._run(chunks, packed) if self._fused is None else self._run_fused(chunks, packed, self._fused)
+        packed, hidden = self._run(chunks) if self._prompts is None else self._prompts.run(chunks)
         ends = [offset + count - 1 for chunk, offset, count in zip(chunks, packed.offsets, packed.counts) if chunk.rows]
         rows = [len(chunk.rows) for chunk in chunks if chunk.rows]
         logits = None
@@ -92,50 +81,14 @@ class Forward:
     def _padded(self, count: int) -> int:
         return _padded(count) if self._device.type == "cpu" else count
 
-    def _pack(self, chunks: Sequence[PrefillChunk]) -> _Packed:
+    def _run(self, chunks: Sequence[PrefillChunk]) -> tuple[PackedChunks, torch.Tensor]:
         page_size = self._store.page_size
-        counts = [chunk.ids.size for chunk in chunks]
-        offsets = [0, *np.cumsum(counts).tolist()]
-        total = self._padded(offsets[-1])
-        ids = np.zeros(total, dtype=np.int64)
-        positions = np.zeros(total, dtype=np.int64)
-        slots = np.full(total, self._store.sink_slot, dtype=np.int64)
-        for chunk, offset, count in zip(chunks, offsets, counts):
-            span = slice(offset, offset + count)
-            ids[span] = chunk.ids
-            positions[span] = position = np.arange(chunk.start, chunk.start + count)
-            slots[span] = chunk.pages[position // page_size] * page_size + position % page_size
-        return _Packed(ids=ids, positions=positions, slots=slots, counts=counts, offsets=offsets)
-
-    def _run(self, chunks: Sequence[PrefillChunk], packed: _Packed) -> torch.Tensor:
+        total = self._padded(sum(chunk.ids.size for chunk in chunks))
+        packed = pack_chunks(chunks, page_size=page_size, sink_slot=self._store.sink_slot, total=total)
         starts, tables = [chunk.start for chunk in chunks], [chunk.pages for chunk in chunks]
-        groups = group_chunks(starts, packed.counts, packed.offsets, tables, self._store.page_size, self._dtype, self._windows)
+        groups = group_chunks(starts, packed.counts, packed.offsets, tables, page_size, self._dtype, self._windows)
         attend = PrefillAttention(self._store, groups, torch.from_numpy(packed.slots))
-        return self._model.forward(torch.from_numpy(packed.ids), torch.from_numpy(packed.positions), attend)
-
-    def _run_fused(self, chunks: Sequence[PrefillChunk], packed: _Packed, fused: FusedDecoder) -> torch.Tensor:
-        from areno.models.dense_cuda import ChunkPlan
-
-        page_size = self._store.page_size
-        spans = [chunk.start + count for chunk, count in zip(chunks, packed.counts)]
-        places = [
-            (chunk.pages[: -(-span // page_size), None] * page_size + np.arange(page_size)).reshape(-1)[:span]
-            for chunk, span in zip(chunks, spans)
-        ]
-        narrow = [array.astype(np.int32) for array in (packed.ids, packed.positions, packed.slots)]
-        starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (packed.counts, spans)]
-        ids, positions, slots, starts_q, starts_k, seen = upload(self._device, *narrow, *starts, np.concatenate(places))
-        plan = ChunkPlan(
-            ids=ids,
-            positions=positions,
-            slots=slots,
-            starts_q=starts_q,
-            starts_k=starts_k,
-            places=seen,
-            counts=packed.counts,
-            spans=spans,
-        )
-        return fused.prefill(plan)
+        return packed, self._model.forward(torch.from_numpy(packed.ids), torch.from_numpy(packed.positions), attend)
 
     def _score_chunks(self, chunks: Sequence[PrefillChunk], offsets: Sequence[int], hidden_TH: torch.Tensor) -> list[ChunkScores]:
         scores = []

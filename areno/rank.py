@@ -143,9 +143,12 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
     if device.type == "cuda":
         from areno.decode.graphs import GraphPath
         from areno.models.dense_cuda import FusedDecoder
+        from areno.prefill_graphs import PrefillGraphs
 
-        fused = FusedDecoder(model, store, lanes=resolved.table_rows, max_tokens=resolved.max_model_len)
-        forward = Forward(model, store, sampler, dtype, fused)
+        tokens = resolved.max_prefill_tokens
+        fused = FusedDecoder(model, store, lanes=resolved.table_rows, prefill_tokens=tokens, max_tokens=resolved.max_model_len)
+        prompts = PrefillGraphs(fused, store, max_tokens=tokens, graphs=config.graphs)
+        forward = Forward(model, store, sampler, dtype, prompts)
         for name, (num_rows, _) in rows.items():
             tables = DecodeTables(num_rows=num_rows, slots=slots[name], device=device, **sizes)
             paths[name] = GraphPath(

@@ -35,11 +35,11 @@ CAPTURE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """What a captured step depends on: rows 0..bucket - 1, the sampler's parts, and whether all rows are short."""
+    """What a captured step depends on: rows 0..bucket - 1, the sampler's parts, and the bound on the rows' lengths."""
 
     bucket: int
     variant: Variant
-    short: bool
+    span: int
 
 
 class DeltaRing:
@@ -100,7 +100,7 @@ class GraphPath:
         """Run one token of rows 0..bucket - 1; the device picks the ring's slot by its own count."""
         # Greedy lanes are told apart on the device, so that they need no graph of their own.
         variant = launch.variant if launch.variant.noise else replace(launch.variant, noise=True)
-        kind = StepKind(bucket=launch.bucket, variant=variant, short=self._fused.spans_short(launch.longest))
+        kind = StepKind(bucket=launch.bucket, variant=variant, span=self._fused.span_of(launch.longest))
         graph = self._graphs.get(kind)
         if graph is not None:
             graph.replay()
@@ -116,7 +116,7 @@ class GraphPath:
         if not self._graphs_on:
             return
         for bucket in reversed(buckets):
-            kind = StepKind(bucket=bucket, variant=variant, short=True)
+            kind = StepKind(bucket=bucket, variant=variant, span=self._fused.span_of(1))
             self._step(kind)
             self._seen.add(kind)
             self._capture(kind)
@@ -136,7 +136,7 @@ class GraphPath:
         x, logits = self._x[:bucket], self._logits[:bucket]
         state, page_size = self.tables.state, self.tables.page_size
         row_kernels.begin_step(state, lanes, self._counter, self._fused.embedding, x, page_size=page_size, pdl=pdl)
-        self._fused.decode(lanes, x, logits, state.page_table, short=kind.short)
+        self._fused.decode(lanes, x, logits, state.page_table, span=kind.span)
         draw = sample.Draw(
             lanes=bucket,
             logits=logits,

@@ -38,7 +38,7 @@ class Tiling:
     heads of a kv head padded to 16; otherwise products are summed head by head.
     """
 
-    short_chunk: int = 256
+    short_chunk: int = 512
     long_chunk: int = 512
     split: int = 2
     block: int = 64

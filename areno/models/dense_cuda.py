@@ -6,7 +6,8 @@ writes the buffers it is given. Few rows go through five launches a layer,
     x --[norm, qkv]--> --[QK-norm, rotate, store, attend]--> --[o, +x]--> x --[norm, gate, up, silu *]--> --[down, +x]--> x
 
 more rows through the library's products with the small parts between them. `prefill` runs packed prompt chunks that may
-continue pages that are filled. Hidden states stay in the model's dtype between launches.
+continue pages that are filled; it can be captured too where the device reads their lengths. Hidden states stay in the
+model's dtype between launches.
 """
 
 from __future__ import annotations
@@ -23,44 +24,58 @@ from torch.nn.attention.varlen import varlen_attn
 
 from areno.kernels import linear as products
 from areno.kernels.activation import silu_mul
-from areno.kernels.attention import TILING, WorkList, Workspace, build_work_list, decode_attention_fused
+from areno.kernels.attention import PROGRAMS_PER_PROCESSOR, TILING, WorkList, Workspace, build_work_list, decode_attention_fused
 from areno.kernels.norm import add_rms_norm, rms_norm
+from areno.kernels.prefill_attention import prefill_attention
 from areno.kernels.rope_kv import rope_kv
 from areno.kernels.rows import LaneBuffers
 from areno.kv.store import KVStore
+from areno.layers.norm import RMSNorm
 from areno.models.dense import DenseDecoder, DenseLayer
 
 FUSED_ROWS = 16
 """Up to this many rows the fused products are used."""
 
-SHORT_TOKENS = 1024
-"""Rows up to this length go through a plain grid of chunks; longer ones through a work list."""
+SPANS = (512, 1024, 2048, 4096, 8192)
+"""Bounds on the length of all rows for which a step has a grid of its own; longer rows go through a work list."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Memory inside a decode step, shared by all buckets and layers. Shapes: [B, columns] each."""
+    """Memory inside a step or a prefill, shared by all sizes and layers. Shapes: [tokens, columns] each."""
 
+    x: torch.Tensor
     normed: torch.Tensor
     qkv: torch.Tensor
+    q: torch.Tensor
     attended: torch.Tensor
     delta: torch.Tensor
     gate_up: torch.Tensor
     active: torch.Tensor
 
+    def first(self, tokens: int) -> Scratch:
+        """Return room for this many tokens, in place."""
+        return Scratch(**{name: getattr(self, name)[:tokens] for name in Scratch.__dataclass_fields__})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkPlan:
-    """Packed prompt chunks. Shapes: ids, positions, slots [T] int32; `starts_q` and `starts_k` int32 [C + 1]; `places` int64 [S].
+class PagedChunks:
+    """Prompt chunks whose lengths the device reads. Shapes: `blocks` int32 [NB, 4] and `pages` int32 as in `prefill_attention`."""
+
+    blocks: torch.Tensor
+    pages: torch.Tensor
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenChunks:
+    """Prompt chunks whose lengths the host knows. Shapes: `starts_q` and `starts_k` int32 [C + 1]; `places` int64 [S].
 
     `places` are the slots of all keys that the chunks see, chunk by chunk: what was cached, then what this prefill stores.
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
     starts_q: torch.Tensor
     starts_k: torch.Tensor
     places: torch.Tensor
@@ -68,10 +83,20 @@ class ChunkPlan:
     spans: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SeenRows:
+    """What a decode step attends to. `work` lists chunks by window where the grid is not bounded by `max_chunks` a lane."""
+
+    lanes: LaneBuffers
+    page_table: torch.Tensor
+    work: dict[int, WorkList]
+    max_chunks: int
+
+
 class FusedDecoder:
     """Runs `model` with kernels over `store`. Shapes: page table [R, P] int32."""
 
-    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, max_tokens: int, pdl: bool = False) -> None:
+    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, prefill_tokens: int, max_tokens: int, pdl: bool = False) -> None:
         config = model.config
         self._model, self._store, self._config = model, store, config
         self._pdl = pdl and torch.cuda.get_device_capability(model.table.device) >= (9, 0)
@@ -79,7 +104,7 @@ class FusedDecoder:
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self._qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._angles = model.rotary.angles
-        self._programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         self._max_chunks = TILING.max_chunks(max_tokens)
         self._workspace = Workspace.allocate(
             lanes=lanes,
@@ -93,18 +118,21 @@ class FusedDecoder:
         windows = sorted({window or 0 for window in config.windows})
         self._work = {window: WorkList.allocate(lanes=lanes, chunks=self._max_chunks, device=device) for window in windows}
         columns = {
+            "x": config.hidden_size,
             "normed": config.hidden_size,
             "qkv": self._qkv_size,
+            "q": config.num_heads * config.head_dim,
             "attended": config.num_heads * config.head_dim,
             "delta": config.hidden_size,
             "gate_up": 2 * config.intermediate_size,
             "active": config.intermediate_size,
         }
-        self._scratch = Scratch(**{name: torch.empty((lanes, size), dtype=dtype, device=device) for name, size in columns.items()})
+        rows = max(lanes, prefill_tokens)
+        self._scratch = Scratch(**{name: torch.zeros((rows, size), dtype=dtype, device=device) for name, size in columns.items()})
 
-    def spans_short(self, longest: int) -> bool:
-        """Return whether rows of at most `longest` tokens take the plain grid: part of what a captured step is."""
-        return longest <= SHORT_TOKENS
+    def span_of(self, longest: int) -> int:
+        """Return the bound on lengths that a step over rows of at most `longest` tokens is made for; 0 beyond all of them."""
+        return next((span for span in SPANS if span >= longest), 0)
 
     @property
     def pdl(self) -> bool:
@@ -116,29 +144,30 @@ class FusedDecoder:
         """Rows of the token embedding. Shapes: [V, hidden]."""
         return self._model.embedding.weight
 
-    def decode(self, lanes: LaneBuffers, x_BH: torch.Tensor, logits_BV: torch.Tensor, page_table_RP: torch.Tensor, *, short: bool) -> None:
-        """Run one token of each lane from its embedding in `x` to its logits. Mutates: x, logits, scratch, the store."""
-        work: dict[int, WorkList] = {}
-        if not short:
-            work = self._work
-            for window, listed in work.items():
-                build_work_list(
-                    lanes.lengths, lanes.running, listed, max_chunks=self._max_chunks, page_size=self._store.page_size, window=window
-                )
-        if x_BH.shape[0] <= FUSED_ROWS:
-            self._decode_fused(lanes, x_BH, logits_BV, page_table_RP, work)
-        else:
-            self._decode_products(lanes, x_BH, logits_BV, page_table_RP, work)
+    def decode(self, lanes: LaneBuffers, x_BH: torch.Tensor, logits_BV: torch.Tensor, page_table_RP: torch.Tensor, *, span: int) -> None:
+        """Run one token of each lane from its embedding in `x` to its logits; no row is longer than `span`, if that is not 0.
 
-    def _decode_fused(
-        self, lanes: LaneBuffers, x: torch.Tensor, logits: torch.Tensor, page_table_RP: torch.Tensor, work: dict[int, WorkList]
-    ) -> None:
+        Mutates: x, logits, scratch, the store.
+        """
+        work: dict[int, WorkList] = {}
+        max_chunks = TILING.max_chunks(span)
+        if not span:
+            work, max_chunks = self._work, self._max_chunks
+            for window, listed in work.items():
+                build_work_list(lanes.lengths, lanes.running, listed, max_chunks=max_chunks, page_size=self._store.page_size, window=window)
+        seen = _SeenRows(lanes=lanes, page_table=page_table_RP, work=work, max_chunks=max_chunks)
+        if x_BH.shape[0] <= FUSED_ROWS:
+            self._decode_fused(x_BH, logits_BV, seen)
+        else:
+            self._decode_products(x_BH, logits_BV, seen)
+
+    def _decode_fused(self, x: torch.Tensor, logits: torch.Tensor, seen: _SeenRows) -> None:
         count, split, pdl = x.shape[0], self._split, self._pdl
         qkv, attended, active = self._scratch.qkv[:count], self._scratch.attended[:count], self._scratch.active[:count]
         for index, layer in enumerate(self._model.layers):
             norm, linear = layer.attention_norm, layer.qkv
             products.fused_norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias, qkv, workspace=split, pdl=pdl)
-            self._attend(index, layer, lanes, qkv, attended, page_table_RP, work)
+            self._attend(index, layer, qkv, attended, seen)
             products.linear_add(attended, layer.output.weight, layer.output.bias, x, workspace=split, pdl=pdl)
             norm, linear = layer.mlp_norm, layer.gate_up
             products.fused_norm_gate_up(x, norm.weight, norm.eps, linear.weight, linear.bias, active, workspace=split, pdl=pdl)
@@ -146,36 +175,19 @@ class FusedDecoder:
         norm = self._model.norm
         products.fused_norm_linear(x, norm.weight, norm.eps, self._model.head.weight, None, logits, workspace=split, pdl=pdl)
 
-    def _decode_products(
-        self, lanes: LaneBuffers, x: torch.Tensor, logits: torch.Tensor, page_table_RP: torch.Tensor, work: dict[int, WorkList]
-    ) -> None:
-        count, scratch = x.shape[0], self._scratch
-        normed, qkv, attended = scratch.normed[:count], scratch.qkv[:count], scratch.attended[:count]
-        delta, gate_up, active = scratch.delta[:count], scratch.gate_up[:count], scratch.active[:count]
+    def _decode_products(self, x: torch.Tensor, logits: torch.Tensor, seen: _SeenRows) -> None:
+        scratch = self._scratch.first(x.shape[0])
+        normed = scratch.normed
         layers = self._model.layers
         rms_norm(x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed, pdl=self._pdl)
         for index, layer in enumerate(layers):
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
-            _product(normed, layer.qkv.weight, layer.qkv.bias, qkv)
-            self._attend(index, layer, lanes, qkv, attended, page_table_RP, work)
-            _product(attended, layer.output.weight, layer.output.bias, delta)
-            add_rms_norm(x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed, pdl=self._pdl)
-            _product(normed, layer.gate_up.weight, layer.gate_up.bias, gate_up)
-            silu_mul(gate_up, active, pdl=self._pdl)
-            _product(active, layer.down.weight, layer.down.bias, delta)
-            add_rms_norm(x, delta, following.weight, following.eps, normed, pdl=self._pdl)
+            _product(normed, layer.qkv.weight, layer.qkv.bias, scratch.qkv)
+            self._attend(index, layer, scratch.qkv, scratch.attended, seen)
+            self._finish_layer(layer, following, x, scratch)
         self.head_into(normed, logits)
 
-    def _attend(
-        self,
-        index: int,
-        layer: DenseLayer,
-        lanes: LaneBuffers,
-        qkv: torch.Tensor,
-        attended: torch.Tensor,
-        page_table_RP: torch.Tensor,
-        work: dict[int, WorkList],
-    ) -> None:
+    def _attend(self, index: int, layer: DenseLayer, qkv: torch.Tensor, attended: torch.Tensor, seen: _SeenRows) -> None:
         config = self._config
         window = config.windows[index] or 0
         decode_attention_fused(
@@ -184,16 +196,16 @@ class FusedDecoder:
             self._angles,
             self._store.keys[index],
             self._store.values[index],
-            page_table_RP,
-            lanes.lengths,
-            lanes.running,
+            seen.page_table,
+            seen.lanes.lengths,
+            seen.lanes.running,
             attended.view(-1, config.num_heads, config.head_dim),
             self._workspace,
             eps=config.rms_norm_eps,
             scale=self._scale,
-            max_chunks=self._max_chunks if work else TILING.max_chunks(SHORT_TOKENS),
+            max_chunks=seen.max_chunks,
             window=window,
-            work=work.get(window),
+            work=seen.work.get(window),
             num_programs=self._programs,
             pdl=self._pdl,
         )
@@ -206,44 +218,70 @@ class FusedDecoder:
         else:
             torch.mm(normed_SH, weight.t(), out_dtype=torch.float32, out=logits_SV)
 
-    def prefill(self, plan: ChunkPlan) -> torch.Tensor:
-        """Run packed chunks; return the hidden states after the final norm. Shapes: [T, hidden]. Mutates: the store."""
+    def _finish_layer(self, layer: DenseLayer, following: RMSNorm, x: torch.Tensor, scratch: Scratch) -> None:
+        """Go from what was attended to the next layer's normed input. Mutates: x, scratch."""
+        normed, delta = scratch.normed, scratch.delta
+        _product(scratch.attended, layer.output.weight, layer.output.bias, delta)
+        add_rms_norm(x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed, pdl=self._pdl)
+        _product(normed, layer.gate_up.weight, layer.gate_up.bias, scratch.gate_up)
+        silu_mul(scratch.gate_up, scratch.active, pdl=self._pdl)
+        _product(scratch.active, layer.down.weight, layer.down.bias, delta)
+        add_rms_norm(x, delta, following.weight, following.eps, normed, pdl=self._pdl)
+
+    @property
+    def prefilled(self) -> torch.Tensor:
+        """Hidden states of the last prefill. Shapes: [tokens, hidden]."""
+        return self._scratch.normed
+
+    def prefill(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, chunks: PagedChunks | SeenChunks) -> torch.Tensor:
+        """Run packed chunks; return the hidden states after the final norm. Shapes: int32 [T]; [T, hidden]. Mutates: scratch, the store."""
         config, layers = self._config, self._model.layers
-        x = self._model.embedding(plan.ids)
-        normed, q = torch.empty_like(x), x.new_empty((x.shape[0], config.num_heads, config.head_dim))
-        rms_norm(x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed)
-        active = x.new_empty((x.shape[0], config.intermediate_size))
+        scratch = self._scratch.first(ids.shape[0])
+        heads = (-1, config.num_heads, config.head_dim)
+        q, attended = scratch.q.view(heads), scratch.attended.view(heads)
+        torch.index_select(self.embedding, 0, ids, out=scratch.x)
+        rms_norm(scratch.x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, scratch.normed)
         for index, layer in enumerate(layers):
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
-            qkv = functional.linear(normed, layer.qkv.weight, layer.qkv.bias)
+            _product(scratch.normed, layer.qkv.weight, layer.qkv.bias, scratch.qkv)
             keys, values = self._store.keys[index], self._store.values[index]
             weight = None if layer.qk_norm is None else layer.qk_norm.weight
-            rope_kv(qkv, plan.positions, plan.slots, self._angles, weight, q, keys, values, eps=config.rms_norm_eps)
-            attended = self._attend_chunks(index, q, plan)
-            delta = functional.linear(attended.view(x.shape[0], -1), layer.output.weight, layer.output.bias)
-            add_rms_norm(x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed)
-            silu_mul(functional.linear(normed, layer.gate_up.weight, layer.gate_up.bias), active)
-            delta = functional.linear(active, layer.down.weight, layer.down.bias)
-            add_rms_norm(x, delta, following.weight, following.eps, normed)
-        return normed
+            rope_kv(scratch.qkv, positions, slots, self._angles, weight, q, keys, values, eps=config.rms_norm_eps)
+            window = config.windows[index] or 0
+            if isinstance(chunks, PagedChunks):
+                prefill_attention(
+                    q,
+                    keys,
+                    values,
+                    chunks.blocks,
+                    chunks.pages,
+                    attended,
+                    scale=self._scale,
+                    window=window,
+                    block_m=chunks.block_tokens,
+                )
+            else:
+                attended.copy_(_attend_seen(q, keys, values, chunks, window))
+            self._finish_layer(layer, following, scratch.x, scratch)
+        return scratch.normed
 
-    def _attend_chunks(self, index: int, q_THD: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
-        keys, values = (tensor[index].flatten(0, 1).index_select(0, plan.places) for tensor in (self._store.keys, self._store.values))
-        window = self._config.windows[index] or 0
-        if q_THD.dtype != torch.float32:
-            attended: torch.Tensor = varlen_attn(
-                q_THD,
-                keys,
-                values,
-                plan.starts_q,
-                plan.starts_k,
-                max(plan.counts),
-                max(plan.spans),
-                window_size=(window - 1 if window else -1, 0),
-                **_GROUPED,
-            )  # type: ignore[assignment]
-            return attended
-        return _reference_attention(q_THD, keys, values, plan.counts, plan.spans, window)
+
+def _attend_seen(q_THD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunks: SeenChunks, window: int) -> torch.Tensor:
+    k_SKD, v_SKD = (tensor.flatten(0, 1).index_select(0, chunks.places) for tensor in (keys, values))
+    if q_THD.dtype == torch.float32:
+        return _reference_attention(q_THD, k_SKD, v_SKD, chunks.counts, chunks.spans, window)
+    attended: torch.Tensor = varlen_attn(
+        q_THD,
+        k_SKD,
+        v_SKD,
+        chunks.starts_q,
+        chunks.starts_k,
+        max(chunks.counts),
+        max(chunks.spans),
+        window_size=(window - 1 if window else -1, 0),
+        **_GROUPED,
+    )  # type: ignore[assignment]
+    return attended
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
