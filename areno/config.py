@@ -153,6 +153,7 @@ class ResolvedConfig:
     device: str
     max_rows: int
     max_prefill_tokens: int
+    refill_rows: int
     run_ahead: int
     table_rows: int
     page_size: int
@@ -241,6 +242,8 @@ def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, t
         device=device.name,
         max_rows=max_rows,
         max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 2048),
+        # A launch costs as much as some dozens of tokens there, so that few prompts wait for others to come.
+        refill_rows=1 if on_cpu else 4,
         run_ahead=run_ahead,
         table_rows=buckets[-1],
         page_size=page_size,

@@ -51,6 +51,7 @@ class EngineInfo:
     sampling_slots: int
     run_ahead: int
     decode_tables: str
+    kept_ids: bool
     num_parameters: int
 
 
@@ -119,6 +120,7 @@ class Engine:
             sampling_slots=config.sampling_slots,
             run_ahead=resolved.run_ahead,
             decode_tables=config.decode_tables,
+            kept_ids=config.kept_ids,
             num_parameters=self._table.num_parameters,
         )
 

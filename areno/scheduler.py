@@ -43,6 +43,10 @@ from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
 
 
+REFILL_STEPS = 16
+"""Steps after which waiting requests are admitted however few they are."""
+
+
 @dataclass(slots=True)
 class _Steady:
     """A decode launch that may be made `steps` times, `longest` growing by one, as long as no row changes.
@@ -83,6 +87,7 @@ class Scheduler:
         self._launches = 0
         self._launches_read = 0
         self._sparse_steps = 0
+        self._waited_steps = 0
         self._steady: _Steady | None = None
         self._stuck: tuple[LiveRequest, tuple[int, ...]] | None = None
         self.counters: Counter[str] = Counter()
@@ -237,6 +242,18 @@ class Scheduler:
         grouped = {id(live) for members in self._groups.values() for live in members}
         assert grouped == {id(live) for live in self._live.values() if live.request.group is not None}, "a group lost a member"
 
+    def _refill_due(self) -> bool:
+        """Whether waiting requests are enough for a prefill, or have waited long enough, or hold up few running rows."""
+        waiting = min(len(self._waiting), self._residency.rows.num_free)
+        if not waiting:
+            return False
+        self._waited_steps += 1
+        enough = min(self._resolved.refill_rows, max(self.num_running // 8, 1))
+        if waiting < enough and self._waited_steps < REFILL_STEPS:
+            return False
+        self._waited_steps = 0
+        return True
+
     def _admit_next(self, copies: list[PageCopy]) -> bool:
         """Admit the front of the queue if everything it needs is there; nobody overtakes it."""
         if not self._waiting:
@@ -268,7 +285,8 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         sampled: list[LiveRequest] = []
         # Admission goes prompt by prompt, so that each one finds the pages that those before it are filling.
-        while budget > 0 and (self._prefilling or self._admit_next(copies)):
+        refill = self._refill_due()
+        while budget > 0 and (self._prefilling or (refill and self._admit_next(copies))):
             live = self._prefilling[0]
             take = min(budget, live.ids.size - live.computed)
             budget -= take

@@ -74,6 +74,7 @@ class FakeInfo:
     sampling_slots: int = 32
     run_ahead: int = 0
     decode_tables: str = "resident"
+    kept_ids: bool = False
     num_parameters: int = 48
 
 
@@ -138,7 +139,7 @@ class FakeEngine:
         time.sleep(load_s)
         if fail_at_load:
             raise ManifestMismatch(fail_at_load, remedy="this is a test")
-        self.info = FakeInfo(max_rows=max_rows)
+        self.info = FakeInfo(max_rows=max_rows, kept_ids=kept_ids)
         self.version = initial_version
         self._limits = RequestLimits(
             vocab_size=VOCABULARY,

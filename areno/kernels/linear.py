@@ -1,12 +1,12 @@
 """Products of a decode step: few rows against torch.nn.Linear weights, fused with what stands around them.
 
 A dense layer becomes [norm + qkv], [attention], [o + residual], [norm + gate_up + silu * mul], [down + residual]. The decode
-graphs call these launchers for buckets of up to 64 rows; larger ones are cuBLAS's work. One row goes through
-`vector_product_kernel`, more through `rows_product_kernel` (both in `product.py`), with tiles from the two tables here.
+graphs call these launchers for small buckets; from about 32 rows on cuBLAS is faster. One row goes through
+`vector_product_kernel` or, where a long row is normed, `resident_product_kernel`, more through `rows_product_kernel` (all
+in `product.py`), with tiles from the tables here.
 
 Invariant: nothing is allocated and nothing depends on timing; tiles follow from shapes alone, and a row's bits depend on its
-bucket but on no other row. With `pdl` the first weight tiles are fetched before the kernel before this one has ended: no kernel
-of the same captured step may write weights.
+bucket but on no other row. `pdl` hides the gap between two launches and changes no bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from areno.kernels.product import rows_product_kernel, vector_product_kernel
+from areno.kernels.product import resident_product_kernel, rows_product_kernel, vector_product_kernel
 
 MAX_ROWS = 64
-# A programmatic launch may bring this much of the weight into the L2 (50 MB) while the kernel before it still runs.
-_PREFETCH_BYTES = 24 << 20
-_RESIDENT_PROGRAMS = 132 * 4
+_MULTIPROCESSORS = 132
 _MAX_UNROLLED = 16
 
 
@@ -32,6 +30,20 @@ class VectorTiles:
     block_n: int
     block_k: int
     num_warps: int = 4
+    evict: str = "evict_first"
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTiles:
+    """How one long row is multiplied by programs that stay: whole weight rows of a tile, warps, and the programs of a multiprocessor.
+
+    `num_stages` - 1 tiles of a program are in flight, in shared memory: 2 * block_n * in_size bytes each.
+    """
+
+    block_n: int
+    num_warps: int = 8
+    num_stages: int = 3
+    num_programs: int = 3
     evict: str = "evict_first"
 
 
@@ -67,48 +79,57 @@ def allocate_workspace(device: torch.device, *, num_cells: int = 1 << 22, num_ti
     )
 
 
+Tiles = VectorTiles | ResidentTiles | RowTiles
+
 _VECTOR_TILES = {
-    "narrow": VectorTiles(2, 1024),
+    "narrow": VectorTiles(4, 1024, 8),
     "short": VectorTiles(4, 1024),
-    "square": VectorTiles(2, 1024),
-    "long": VectorTiles(2, 1024),
-    "wide": VectorTiles(4, 1024),
+    "square": VectorTiles(1, 1024),
+    "long": VectorTiles(1, 2048),
+    "wide": VectorTiles(2, 1024),
     "head": VectorTiles(4, 1024),
+    "deep head": VectorTiles(1, 1024),
+}
+# With a norm, in place of the table above.
+_RESIDENT_TILES = {
+    "square": ResidentTiles(4),
+    "wide": ResidentTiles(4),
+    "deep head": ResidentTiles(4),
 }
 _ROW_TILES = {
     ("narrow", 8): RowTiles(16, 64, warps_k=4, num_stages=6),
-    ("narrow", 16): RowTiles(16, 64, warps_k=4, num_stages=6),
-    ("narrow", 32): RowTiles(32, 64, warps_k=4, split=4),
+    ("narrow", 16): RowTiles(16, 128, warps_k=4),
+    ("narrow", 32): RowTiles(64, 128, split=8, num_stages=3),
     ("narrow", 64): RowTiles(64, 128, split=8),
-    ("short", 8): RowTiles(32, 64, warps_k=4, num_stages=5),
-    ("short", 16): RowTiles(32, 64, warps_k=4, num_stages=5),
-    ("short", 32): RowTiles(64, 128, split=2),
+    ("short", 8): RowTiles(64, 128, split=2, num_stages=5),
+    ("short", 16): RowTiles(16, 64, warps_k=4, num_stages=5),
+    ("short", 32): RowTiles(64, 128, split=2, num_stages=5),
     ("short", 64): RowTiles(64, 128, split=2),
     ("square", 8): RowTiles(64, 128, split=4),
     ("square", 16): RowTiles(64, 128, split=4),
     ("square", 32): RowTiles(64, 128, split=4),
-    ("square", 64): RowTiles(64, 128, split=4),
-    ("long", 8): RowTiles(64, 128, split=6),
-    ("long", 16): RowTiles(64, 128, split=6),
-    ("long", 32): RowTiles(64, 128, split=6),
-    ("long", 64): RowTiles(64, 128, split=6),
-    ("wide", 8): RowTiles(64, 128),
+    ("square", 64): RowTiles(64, 128, split=2, num_stages=5),
+    ("long", 8): RowTiles(64, 128, split=4, num_stages=6),
+    ("long", 16): RowTiles(64, 128, split=4, num_stages=6),
+    ("long", 32): RowTiles(64, 128, split=4, num_stages=5),
+    ("long", 64): RowTiles(64, 128, split=4, num_stages=5),
+    ("wide", 8): RowTiles(64, 256, num_stages=3),
     ("wide", 16): RowTiles(64, 128),
     ("wide", 32): RowTiles(64, 128),
-    ("wide", 64): RowTiles(128, 64),
-    ("head", 8): RowTiles(64, 128),
-    ("head", 16): RowTiles(64, 128),
-    ("head", 32): RowTiles(128, 64),
-    ("head", 64): RowTiles(128, 64),
+    ("wide", 64): RowTiles(128, 128, num_warps=8, num_stages=3),
+    ("head", 8): RowTiles(64, 256, num_stages=3),
+    ("head", 16): RowTiles(64, 256, num_stages=3),
+    ("head", 32): RowTiles(128, 128, num_warps=8, num_stages=3),
+    ("head", 64): RowTiles(128, 128, num_warps=8, num_stages=3),
 }
 # Without tensor cores: small, so that the products unrolled in registers are.
 _FP32_TILES = RowTiles(32, 32, split=4)
 
 
 def shape_class(num_weight_rows: int, in_size: int) -> str:
-    """Name the class of weights that share tiles: see the two tables."""
+    """Name the class of weights that share tiles: see the tables."""
     if num_weight_rows >= 1 << 16:
-        return "head"
+        return "head" if in_size < 2048 else "deep head"
     if num_weight_rows < 2048:
         return "narrow"
     if in_size < 2048:
@@ -124,15 +145,17 @@ def row_class(num_rows: int) -> int:
     return 1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
 
 
-def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torch.dtype = torch.bfloat16) -> VectorTiles | RowTiles:
-    """Return the table's tiles for this many rows and a weight of this shape, cut down to a small weight."""
+def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torch.dtype = torch.bfloat16, *, normed: bool = False) -> Tiles:
+    """Return the tables' tiles for this many rows, normed or not, and a weight of this shape, cut down to a small weight."""
     rows, shape = row_class(num_rows), shape_class(num_weight_rows, in_size)
     columns = triton.next_power_of_2(in_size)
     if rows == 1:
+        if normed and shape in _RESIDENT_TILES and dtype != torch.float32:
+            return _RESIDENT_TILES[shape]
         vector = _VECTOR_TILES[shape]
         least = triton.next_power_of_2(triton.cdiv(in_size, _MAX_UNROLLED))
         return replace(vector, block_k=max(least, min(vector.block_k, columns)))
-    tiles = _FP32_TILES if dtype == torch.float32 else _ROW_TILES[shape, rows]
+    tiles = _FP32_TILES if dtype == torch.float32 else _ROW_TILES[shape.removeprefix("deep "), rows]
     block_k = max(16, min(tiles.block_k, columns // tiles.warps_k))
     return replace(tiles, block_k=block_k, split=max(1, min(tiles.split, in_size // (block_k * tiles.warps_k))))
 
@@ -146,7 +169,7 @@ def fused_norm_linear(
     out: torch.Tensor,
     *,
     workspace: SplitWorkspace | None = None,
-    tiles: VectorTiles | RowTiles | None = None,
+    tiles: Tiles | None = None,
     pdl: bool = False,
 ) -> None:
     """Write linear(rms_norm(x)) to `out`, whose dtype may be fp32 (the head); without a norm weight linear(x).
@@ -168,7 +191,7 @@ def fused_norm_gate_up(
     out: torch.Tensor,
     *,
     workspace: SplitWorkspace | None = None,
-    tiles: VectorTiles | RowTiles | None = None,
+    tiles: Tiles | None = None,
     pdl: bool = False,
 ) -> None:
     """Write silu(gate) * up to `out`, where gate and up are linear(rms_norm(x)), kept in fp32 until the end.
@@ -186,7 +209,7 @@ def linear_add(
     residual: torch.Tensor,
     *,
     workspace: SplitWorkspace | None = None,
-    tiles: VectorTiles | RowTiles | None = None,
+    tiles: Tiles | None = None,
     pdl: bool = False,
 ) -> None:
     """Add linear(x), rounded to the residual's dtype first, to `residual`.
@@ -204,7 +227,7 @@ def _launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     workspace: SplitWorkspace | None,
-    tiles: VectorTiles | RowTiles | None,
+    tiles: Tiles | None,
     pdl: bool,
     *,
     glu: bool = False,
@@ -220,30 +243,29 @@ def _launch(
     assert x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}"
     assert norm_weight is None or norm_weight.shape == (in_size,), "one norm weight for each input"
     assert bias is None or bias.shape == (num_weight_rows,), "one bias for each row of the weight"
-    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size, weight.dtype)
-    flags = {"NORM": norm_weight is not None, "BIAS": bias is not None, "GLU": glu, "ADD": add, "EVICT": tiles.evict, "PDL": pdl}
-    options = {"num_warps": tiles.num_warps} | ({"launch_pdl": True} if pdl else {})
+    normed = norm_weight is not None
+    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size, weight.dtype, normed=normed)
+    flags = {"NORM": normed, "BIAS": bias is not None, "GLU": glu, "ADD": add, "EVICT": tiles.evict, "PDL": pdl}
+    options = flags | {"num_warps": tiles.num_warps} | ({"launch_pdl": True} if pdl else {})
     num_tiles = triton.cdiv(num_weight_rows, tiles.block_n)
+    assert num_rows == 1 or isinstance(tiles, RowTiles), f"{tiles} for {num_rows} rows"
+    shared = (x, norm_weight, weight, bias, out)
     if isinstance(tiles, VectorTiles):
-        assert num_rows == 1, f"vector tiles for {num_rows} rows"
-        prefetch = _prefetch_columns(in_size - tiles.block_k, tiles.block_n, num_tiles) if pdl else 0
-        vector_product_kernel[(num_tiles,)](
-            *(x, norm_weight, weight, bias, out, num_out, eps, in_size, tiles.block_n, tiles.block_k),
-            **flags,
-            PREFETCH=prefetch,
-            **options,
+        vector_product_kernel[(num_tiles,)](*shared, num_out, eps, in_size, tiles.block_n, tiles.block_k, **options)
+        return
+    if isinstance(tiles, ResidentTiles):
+        programs = min(num_tiles, _MULTIPROCESSORS * tiles.num_programs)
+        resident_product_kernel[(programs,)](
+            *(*shared, num_out, eps, in_size, tiles.block_n, triton.next_power_of_2(in_size), programs, tiles.num_stages), **options
         )
         return
     block_b = max(8, row_class(num_rows))
     split = _affordable_split(tiles, num_tiles, block_b, workspace)
-    prefetch = _prefetch_columns(in_size // split, tiles.block_n, num_tiles * split) if pdl else 0
     partials, arrivals = (workspace.partials, workspace.arrivals) if workspace is not None else (None, None)
     rows_product_kernel[(num_tiles * split,)](
-        *(x, norm_weight, weight, bias, out, partials, arrivals),
+        *(*shared, partials, arrivals),
         *(num_rows, num_out, x.stride(0), out.stride(0), eps),
         *(in_size, tiles.block_n, tiles.block_k, block_b, tiles.warps_k, split),
-        **flags,
-        PREFETCH=prefetch,
         num_stages=tiles.num_stages,
         **options,
     )
@@ -255,9 +277,3 @@ def _affordable_split(tiles: RowTiles, num_tiles: int, block_b: int, workspace: 
         return 1
     cells = num_tiles * (tiles.block_n + 1) * block_b
     return max(1, min(tiles.split, workspace.partials.numel() // cells))
-
-
-def _prefetch_columns(columns: int, block_n: int, num_programs: int) -> int:
-    """Return how many of a program's columns to prefetch, a power of two or 0, so that resident programs fill the budget."""
-    columns = min(columns, _PREFETCH_BYTES // (2 * block_n * min(num_programs, _RESIDENT_PROGRAMS)))
-    return 1 << (columns.bit_length() - 1) if columns >= 64 else 0

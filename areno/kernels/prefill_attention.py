@@ -111,54 +111,10 @@ def _load_pages(table, start, end, key, G: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    query, keys, values, table, position, begin, stop, end, m, total, acc, scale, stride_page, stride_token,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Merge the blocks of keys that begin in [begin, stop) into the rows' state; without `MASKED` all rows see all of them."""
-    key = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, D)[None, :]
-    # Carried from block to block: a load of it in the loop would take half of the stages from keys and values.
-    page = _load_pages(table, begin, end, key, G, BLOCK_N)
-    for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        base = page.to(tl.int64) * stride_page
-        if BLOCK_N <= G:
-            place = base + (start % G) * stride_token + (key[:, None] * stride_token + column)
-        else:
-            place = (base + ((start + key) % G) * stride_token)[:, None] + column
-        page = _load_pages(table, start + BLOCK_N, end, key, G, BLOCK_N)
-        if MASKED:
-            written = (start + key < end)[:, None]
-            k = tl.load(keys + place, mask=written, other=0.0)
-            v = tl.load(values + place, mask=written, other=0.0)
-        else:
-            k = tl.load(keys + place)
-            v = tl.load(values + place)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            hidden = (start + key)[None, :] > position[:, None]
-            if WINDOW > 0:
-                hidden |= (start + key)[None, :] <= position[:, None] - WINDOW
-            scores = tl.where(hidden, float("-inf"), scores)
-        m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-        if WINDOW > 0:
-            # A row may see nothing of the first blocks.
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        else:
-            shift = m_new
-        alpha = tl.exp2(m - shift)
-        p = tl.exp2(scores * scale - shift[:, None])
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = m_new
-    return m, total, acc
-
-
-@triton.jit
 def prefill_kernel(
     q, keys, values, blocks, pages, out, scale, stride_page, stride_token, stride_head,
     H: tl.constexpr, SHARE: tl.constexpr, FOLD: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, ALWAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with FOLD query heads of one block's tokens. Heads are neighbours in the grid, since their keys are in the store."""
     if PDL:
@@ -174,26 +130,51 @@ def prefill_kernel(
         keys += (head // SHARE).to(tl.int64) * stride_head
         values += (head // SHARE).to(tl.int64) * stride_head
         row = tl.arange(0, ROWS)
-        base = first.to(tl.int64) * (H * D) + head * D
+        packed = first.to(tl.int64) * (H * D) + head * D
         place = ((row // FOLD) * (H * D) + (row % FOLD) * D)[:, None] + tl.arange(0, D)[None, :]
         present = row < count * FOLD
-        query = tl.load(q + base + place, mask=present[:, None], other=0.0)
+        query = tl.load(q + packed + place, mask=present[:, None], other=0.0)
         position = start + row // FOLD
         end = start + count
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
+        begin = 0
         if WINDOW > 0:
-            border = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        else:
-            border = (start + 1) // BLOCK_N * BLOCK_N
-            m, total, acc = _attend(
-                query, keys, values, table, position, 0, border, end, m, total, acc, scale, stride_page, stride_token,
-                G, D, BLOCK_N, WINDOW, STAGES, False,
-            )  # fmt: skip
-        m, total, acc = _attend(
-            query, keys, values, table, position, border, end, end, m, total, acc, scale, stride_page, stride_token,
-            G, D, BLOCK_N, WINDOW, STAGES, True,
-        )  # fmt: skip
+            begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        key = tl.arange(0, BLOCK_N)
+        column = tl.arange(0, D)[None, :]
+        # Carried from block to block: a load of it in the loop would take half of the stages from keys and values.
+        page = _load_pages(table, begin, end, key, G, BLOCK_N)
+        for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            base = page.to(tl.int64) * stride_page
+            if BLOCK_N <= G:
+                source = base + (at % G) * stride_token + (key[:, None] * stride_token + column)
+            else:
+                source = (base + ((at + key) % G) * stride_token)[:, None] + column
+            page = _load_pages(table, at + BLOCK_N, end, key, G, BLOCK_N)
+            written = (at + key < end)[:, None]
+            k = tl.load(keys + source, mask=written, other=0.0)
+            v = tl.load(values + source, mask=written, other=0.0)
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+            partly = at + BLOCK_N > start + 1
+            if WINDOW > 0:
+                partly |= at < end - WINDOW
+            if partly or ALWAYS:
+                hidden = (at + key)[None, :] > position[:, None]
+                if WINDOW > 0:
+                    hidden |= (at + key)[None, :] <= position[:, None] - WINDOW
+                scores = tl.where(hidden, float("-inf"), scores)
+            m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+            if WINDOW > 0:
+                # A row may see nothing of the first blocks.
+                shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            else:
+                shift = m_new
+            alpha = tl.exp2(m - shift)
+            p = tl.exp2(scores * scale - shift[:, None])
+            total = total * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+            m = m_new
         result = acc / tl.where(present, total, 1.0)[:, None]
-        tl.store(out + base + place, result.to(out.dtype.element_ty), mask=present[:, None])
+        tl.store(out + packed + place, result.to(out.dtype.element_ty), mask=present[:, None])

@@ -1,11 +1,14 @@
-"""The two Triton kernels behind `areno.kernels.linear`: products of few rows with torch.nn.Linear weights.
+"""The Triton kernels behind `areno.kernels.linear`: products of few rows with torch.nn.Linear weights.
 
-Both stream each weight once, accumulate in fp32 and finish with the same fusions: RMS norm of the rows (their norm weight
-goes on before the product, the scale after it, with the squares summed in the same loop), bias, silu(gate) * up, and the
-addition to a residual. `vector_product_kernel` takes one row and needs no tensor cores; `rows_product_kernel` takes up
-to 64 rows as the narrow side of a dot whose wide side is the weight.
+All stream each weight once, accumulate in fp32 and finish with the same fusions: RMS norm of the rows, bias, silu(gate) * up,
+and the addition to a residual. `vector_product_kernel` gives one row a program for each tile of the weight: the most loads in
+flight, but a norm is summed by every program again, which long rows pay in registers. `resident_product_kernel` norms one row
+once for each program that stays, which then loops over tiles. `rows_product_kernel` takes up to 64 rows as the narrow
+side of a dot whose wide side is the weight, with the norm's weight before the product and its scale after it.
 
-Invariant: every sum has a fixed order (no float atomics), and a row's bits depend on no other row.
+Invariant: every sum has a fixed order (no float atomics), and a row's bits depend on no other row. With PDL a kernel touches
+nothing before the kernel before it has ended, and lets the next one be placed when its own last loads are done: waiting
+programs hold no slot that a program with work could have, and only the gap between launches is hidden.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,23 +32,45 @@ def _weight_rows(tile, num_out, BLOCK_N: tl.constexpr, GLU: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(pointer, col, K: tl.constexpr, MASK: tl.constexpr, EVICT: tl.constexpr):
+def _load(pointer, col, K: tl.constexpr, MASK: tl.constexpr, EVICT: tl.constexpr):
     if MASK:
         return tl.load(pointer, mask=col < K, other=0.0, eviction_policy=EVICT)
     return tl.load(pointer, eviction_policy=EVICT)
 
 
 @triton.jit
-def _prefetch(weight, row_N, first, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Ask for the first columns of the tile's rows to be brought into the L2, one request for each 128 bytes of bf16."""
-    col_C = tl.minimum(first + tl.arange(0, COLUMNS // 64) * 64, K - 1)
-    address_NC = (weight + row_N[:, None] * K + col_C[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address_NC], dtype=tl.int32, is_pure=False, pack=1)
+def _silu_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
-def _silu_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+def _store_vector(
+    sum_N,
+    residual_O,
+    bias,
+    out,
+    tile,
+    row_N,
+    num_out,
+    BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Add the bias, combine gate and up or add the residual, and store one tile of one row."""
+    dtype = out.dtype.element_ty
+    if BIAS:
+        sum_N += tl.load(bias + row_N).to(tl.float32)
+    if GLU:
+        gate_O, up_O = tl.split(tl.reshape(sum_N, [BLOCK_N // 2, 2]))
+        out_O = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        result_O = _silu_mul(gate_O, up_O).to(dtype)
+    else:
+        out_O = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        result_O = sum_N.to(dtype)
+        if ADD:
+            result_O = (result_O.to(tl.float32) + residual_O.to(tl.float32)).to(dtype)
+    tl.store(out + out_O, result_O, mask=out_O < num_out)
 
 
 @triton.jit
@@ -65,48 +90,77 @@ def vector_product_kernel(
     GLU: tl.constexpr,
     ADD: tl.constexpr,
     EVICT: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: multiply elementwise, one [BLOCK_N, BLOCK_K] tile of the weight always in flight, sum once at the end."""
+    """One row, a program for each tile: multiply elementwise, all of K unrolled so that loads run ahead, and sum once."""
+    if PDL:
+        tl_cuda.gdc_wait()
     tile = tl.program_id(0)
     row_N = _weight_rows(tile, num_out, BLOCK_N, GLU)
     col_K = tl.arange(0, BLOCK_K)
     weight_NK = weight + row_N[:, None] * K + col_K[None, :]
-    w_NK = _load_weight(weight_NK, col_K[None, :], K, BLOCK_K > K, EVICT)
-    if PDL:
-        if PREFETCH > 0:
-            _prefetch(weight, row_N, BLOCK_K, K, PREFETCH)
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    residual_N = tl.zeros([BLOCK_N], out.dtype.element_ty)
+    if ADD:
+        residual_N = tl.load(out + row_N)
     sum_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square_K = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
-        x_K = _load_weight(x + start + col_K, start + col_K, K, start + BLOCK_K > K, "").to(tl.float32)
+        x_K = _load(x + start + col_K, start + col_K, K, start + BLOCK_K > K, "").to(tl.float32)
         if NORM:
             square_K += x_K * x_K
-            x_K *= _load_weight(norm_weight + start + col_K, start + col_K, K, start + BLOCK_K > K, "").to(tl.float32)
-        tile_NK = w_NK
-        if start + BLOCK_K < K:
-            w_NK = _load_weight(weight_NK + (start + BLOCK_K), start + BLOCK_K + col_K[None, :], K, start + 2 * BLOCK_K > K, EVICT)
-        sum_NK += tile_NK.to(tl.float32) * x_K[None, :]
+            x_K *= _load(norm_weight + start + col_K, start + col_K, K, start + BLOCK_K > K, "").to(tl.float32)
+        w_NK = _load(weight_NK + start, start + col_K[None, :], K, start + BLOCK_K > K, EVICT)
+        sum_NK += w_NK.to(tl.float32) * x_K[None, :]
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
     sum_N = tl.sum(sum_NK, 1)
     if NORM:
         sum_N *= tl.rsqrt(tl.sum(square_K, 0) / K + eps)
-    if BIAS:
-        sum_N += tl.load(bias + row_N).to(tl.float32)
-    dtype = out.dtype.element_ty
-    if GLU:
-        gate_O, up_O = tl.split(tl.reshape(sum_N, [BLOCK_N // 2, 2]))
-        out_O = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out + out_O, _silu_mul(gate_O, up_O).to(dtype), mask=out_O < num_out)
-    else:
-        out_O = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        result_O = sum_N.to(dtype)
+    _store_vector(sum_N, residual_N, bias, out, tile, row_N, num_out, BLOCK_N, BIAS, GLU, ADD)
+
+
+@triton.jit
+def resident_product_kernel(
+    x,
+    norm_weight,
+    weight,
+    bias,
+    out,
+    num_out,
+    eps,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    ADD: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row, programs that stay: x is normed once into registers, then tiles of whole weight rows come through shared memory."""
+    if PDL:
+        tl_cuda.gdc_wait()
+    STEP: tl.constexpr = BLOCK_N // 2 if GLU else BLOCK_N
+    num_tiles = tl.cdiv(num_out, STEP)
+    col_K = tl.arange(0, BLOCK_K)
+    x_K = _load(x + col_K, col_K, K, BLOCK_K > K, "").to(tl.float32)
+    if NORM:
+        scale_K = _load(norm_weight + col_K, col_K, K, BLOCK_K > K, "").to(tl.float32)
+        x_K = x_K * scale_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
+    for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS, num_stages=STAGES):
+        if PDL:
+            if tile + 2 * NUM_PROGRAMS >= num_tiles:
+                tl_cuda.gdc_launch_dependents()
+        row_N = _weight_rows(tile, num_out, BLOCK_N, GLU)
+        w_NK = _load(weight + row_N[:, None] * K + col_K[None, :], col_K[None, :], K, BLOCK_K > K, EVICT)
+        residual_N = tl.zeros([BLOCK_N], out.dtype.element_ty)
         if ADD:
-            residual_O = tl.load(out + out_O, mask=out_O < num_out, other=0.0)
-            result_O = (result_O.to(tl.float32) + residual_O.to(tl.float32)).to(dtype)
-        tl.store(out + out_O, result_O, mask=out_O < num_out)
+            residual_N = tl.load(out + row_N)
+        sum_N = tl.sum(w_NK.to(tl.float32) * x_K[None, :], 1)
+        _store_vector(sum_N, residual_N, bias, out, tile, row_N, num_out, BLOCK_N, BIAS, GLU, ADD)
 
 
 @triton.jit
@@ -144,17 +198,17 @@ def _accumulate(
     if NORM:
         ahead_BK = _load_x(x_BK, col_1K, live_B, K, MASK)
         all_BK = tl.broadcast_to(col_1K, [BLOCK_B, BLOCK_K])
-        scale_BK = _load_weight(norm_weight + all_BK, all_BK, K, MASK, "")
+        scale_BK = _load(norm_weight + all_BK, all_BK, K, MASK, "")
     for trip in range(TRIPS):
         start = trip * BLOCK_K
-        w_NK = _load_weight(weight_NK + start, start + col_1K, K, MASK, EVICT)
+        w_NK = _load(weight_NK + start, start + col_1K, K, MASK, EVICT)
         if NORM:
             wide_BK = ahead_BK.to(tl.float32)
             square_BG += tl.sum(tl.reshape(wide_BK * wide_BK, [BLOCK_B, BLOCK_K // 8, 8]), 2)
             a_BK = (wide_BK * scale_BK.to(tl.float32)).to(weight.dtype.element_ty)
             next_BK = start + BLOCK_K + all_BK
             ahead_BK = _load_x(x_BK + (start + BLOCK_K), next_BK, live_B, K, True)
-            scale_BK = _load_weight(norm_weight + next_BK, next_BK, K, True, "")
+            scale_BK = _load(norm_weight + next_BK, next_BK, K, True, "")
         else:
             a_BK = _load_x(x_BK + start, start + col_1K, live_B, K, MASK)
         sum_NB = tl.dot(w_NK, tl.trans(a_BK), sum_NB, input_precision="ieee")
@@ -192,17 +246,17 @@ def _accumulate_by_warp(
     if NORM:
         ahead_WBK = _load_x(x_WBK, col_W1K, live_B, K, MASK)
         all_WBK = tl.broadcast_to(col_W1K, [WARPS_K, BLOCK_B, BLOCK_K])
-        scale_WBK = _load_weight(norm_weight + all_WBK, all_WBK, K, MASK, "")
+        scale_WBK = _load(norm_weight + all_WBK, all_WBK, K, MASK, "")
     for trip in range(TRIPS):
         start = trip * STEP
-        w_WNK = _load_weight(weight_WNK + start, start + col_W1K, K, MASK, EVICT)
+        w_WNK = _load(weight_WNK + start, start + col_W1K, K, MASK, EVICT)
         if NORM:
             wide_WBK = ahead_WBK.to(tl.float32)
             square_WBG += tl.sum(tl.reshape(wide_WBK * wide_WBK, [WARPS_K, BLOCK_B, BLOCK_K // 8, 8]), 3)
             a_WBK = (wide_WBK * scale_WBK.to(tl.float32)).to(weight.dtype.element_ty)
             next_WBK = start + STEP + all_WBK
             ahead_WBK = _load_x(x_WBK + (start + STEP), next_WBK, live_B, K, True)
-            scale_WBK = _load_weight(norm_weight + next_WBK, next_WBK, K, True, "")
+            scale_WBK = _load(norm_weight + next_WBK, next_WBK, K, True, "")
         else:
             a_WBK = _load_x(x_WBK + start, start + col_W1K, live_B, K, MASK)
         sum_WNB = tl.dot(w_WNK, tl.permute(a_WBK, (0, 2, 1)), sum_WNB, input_precision="ieee")
@@ -210,9 +264,21 @@ def _accumulate_by_warp(
 
 
 @triton.jit
+def _load_residual(out, tile, num_rows, num_out, stride_out, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, ADD: tl.constexpr):
+    """What one tile of `out` holds, asked for early so that the wait for it is covered; without ADD zeros."""
+    residual_BO = tl.zeros([BLOCK_B, BLOCK_N], out.dtype.element_ty)
+    if ADD:
+        lane_B, out_O = tl.arange(0, BLOCK_B), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        live_BO = (lane_B[:, None] < num_rows) & (out_O[None, :] < num_out)
+        residual_BO = tl.load(out + lane_B[:, None] * stride_out + out_O[None, :], mask=live_BO, other=0.0)
+    return residual_BO
+
+
+@triton.jit
 def _store_rows(
     sum_NB,
     square_B,
+    residual_BO,
     bias,
     out,
     tile,
@@ -247,7 +313,6 @@ def _store_rows(
     out_BO = out + lane_B[:, None] * stride_out + out_O[None, :]
     result_BO = sum_BO.to(dtype)
     if ADD:
-        residual_BO = tl.load(out_BO, mask=live_BO, other=0.0)
         result_BO = (result_BO.to(tl.float32) + residual_BO.to(tl.float32)).to(dtype)
     tl.store(out_BO, result_BO, mask=live_BO)
 
@@ -277,13 +342,14 @@ def rows_product_kernel(
     GLU: tl.constexpr,
     ADD: tl.constexpr,
     EVICT: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_B rows: program `tile * SPLIT + part` multiplies one tile of the weight's rows over one part of K.
 
     With SPLIT > 1 the program of a tile that arrives last adds the parts in their order; `arrivals` is zero before and after.
     """
+    if PDL:
+        tl_cuda.gdc_wait()
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     STEP: tl.constexpr = WARPS_K * BLOCK_K
@@ -291,11 +357,6 @@ def rows_product_kernel(
     MASK: tl.constexpr = K % (SPLIT * STEP) != 0
     first = part * (TRIPS * STEP)
     row_N = _weight_rows(tile, num_out, BLOCK_N, GLU)
-    if PDL:
-        if PREFETCH > 0:
-            _prefetch(weight, row_N, first, K, PREFETCH)
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
     if WARPS_K == 1:
         sum_NB, square_B = _accumulate(
             x, norm_weight, weight, row_N, first, num_rows, stride_x, K, TRIPS, BLOCK_N, BLOCK_K, BLOCK_B, NORM, MASK, EVICT
@@ -304,8 +365,14 @@ def rows_product_kernel(
         sum_NB, square_B = _accumulate_by_warp(
             x, norm_weight, weight, row_N, first, num_rows, stride_x, K, TRIPS, BLOCK_N, BLOCK_K, BLOCK_B, WARPS_K, NORM, MASK, EVICT
         )
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
     if SPLIT == 1:
-        _store_rows(sum_NB, square_B, bias, out, tile, row_N, num_rows, num_out, stride_out, eps, K, BLOCK_N, BLOCK_B, NORM, BIAS, GLU, ADD)
+        residual_BO = _load_residual(out, tile, num_rows, num_out, stride_out, BLOCK_N, BLOCK_B, ADD)
+        _store_rows(
+            *(sum_NB, square_B, residual_BO, bias, out, tile, row_N, num_rows, num_out, stride_out, eps),
+            *(K, BLOCK_N, BLOCK_B, NORM, BIAS, GLU, ADD),
+        )
     else:
         # One part in `partials`: BLOCK_N rows of products, then one row of squares.
         lane_B = tl.arange(0, BLOCK_B)
@@ -317,6 +384,7 @@ def rows_product_kernel(
             tl.store(mine + BLOCK_N * BLOCK_B + lane_B, square_B)
         tl.debug_barrier()
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            residual_BO = _load_residual(out, tile, num_rows, num_out, stride_out, BLOCK_N, BLOCK_B, ADD)
             total_NB = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
             total_B = tl.zeros([BLOCK_B], tl.float32)
             for index in tl.static_range(SPLIT):
@@ -326,5 +394,6 @@ def rows_product_kernel(
                     total_B += tl.load(theirs + BLOCK_N * BLOCK_B + lane_B, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
             _store_rows(
-                total_NB, total_B, bias, out, tile, row_N, num_rows, num_out, stride_out, eps, K, BLOCK_N, BLOCK_B, NORM, BIAS, GLU, ADD
+                *(total_NB, total_B, residual_BO, bias, out, tile, row_N, num_rows, num_out, stride_out, eps),
+                *(K, BLOCK_N, BLOCK_B, NORM, BIAS, GLU, ADD),
             )

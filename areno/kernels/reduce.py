@@ -38,12 +38,16 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """How a launch cuts the vocabulary: `splits` programs a lane, each over `tiles` tiles of `block` ids."""
+    """How a launch cuts the vocabulary: `splits` programs a lane, each over `tiles` tiles of `block` ids.
+
+    `registers` bounds those of a thread; None leaves it to the variant.
+    """
 
     splits: int
     tiles: int
     block: int
     warps: int
+    registers: int | None = None
 
     @staticmethod
     def of(lanes: int, vocab: int) -> Splits:
@@ -52,11 +56,11 @@ class Splits:
         return Splits.cut(lanes, vocab, block=block, warps=warps, programs=programs)
 
     @staticmethod
-    def cut(lanes: int, vocab: int, *, block: int, warps: int, programs: int) -> Splits:
+    def cut(lanes: int, vocab: int, *, block: int, warps: int, programs: int, registers: int | None = None) -> Splits:
         """Return the cut that comes nearest to a number of programs."""
         tiles_in_all = triton.cdiv(vocab, block)
         tiles = triton.cdiv(tiles_in_all, max(1, min(programs // lanes, tiles_in_all)))
-        return Splits(splits=triton.cdiv(tiles_in_all, tiles), tiles=tiles, block=block, warps=warps)
+        return Splits(splits=triton.cdiv(tiles_in_all, tiles), tiles=tiles, block=block, warps=warps, registers=registers)
 
 
 def partial_records(max_lanes: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -355,7 +359,7 @@ def reduce_logits(
         COLUMNS=min(splits.block, COLUMNS_PER_WARP * splits.warps),
         PDL=pdl,
         num_warps=splits.warps,
-        maxnreg=PLAIN_REGISTERS if not (draw.variant.temperature or draw.variant.slots) else REGISTERS,
+        maxnreg=splits.registers or (REGISTERS if draw.variant.temperature or draw.variant.slots else PLAIN_REGISTERS),
         enable_fp_fusion=False,
         **extra,
     )

@@ -165,8 +165,8 @@ def requests_of(body: Submit, arrays: Arrays) -> list[Request]:
 class EngineHost:
     """The loop; owns the engine, its intake and the outbox."""
 
-    def __init__(self, engine: Any, peer: Peer, weights_dir: Path, *, kept_ids: bool = False) -> None:
-        self._engine, self._peer, self._kept_ids = engine, peer, kept_ids
+    def __init__(self, engine: Any, peer: Peer, weights_dir: Path) -> None:
+        self._engine, self._peer = engine, peer
         self._poller = Poller([peer])
         self._outbox = StepOutbox(peer)
         self._intake = WeightIntake(engine, weights_dir)
@@ -190,8 +190,8 @@ class EngineHost:
     def run(self) -> None:
         """Serve until told to stop. Blocks."""
         info = self._engine.info
-        facts = {name: getattr(info, name) for name in EngineFacts.model_fields if name != "kept_ids"}
-        facts |= {"eos_ids": [int(one) for one in info.eos_ids], "kept_ids": self._kept_ids}
+        facts = {name: getattr(info, name) for name in EngineFacts.model_fields}
+        facts |= {"eos_ids": [int(one) for one in info.eos_ids]}
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
         while not self._stopping:
             self._poller.watch(self._peer, writable=self._outbox.wants_room)
@@ -346,8 +346,7 @@ def _serve(config: HostConfig, peer: Peer) -> int:
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
         return EXIT_LOAD_FAILED
     try:
-        kept_ids = bool(config.engine_arguments.get("kept_ids", False))
-        EngineHost(engine, peer, Path(config.weights_dir), kept_ids=kept_ids).run()
+        EngineHost(engine, peer, Path(config.weights_dir)).run()
     except Exception as error:
         log.exception("the engine host fails")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
