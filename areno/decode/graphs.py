@@ -22,6 +22,7 @@ from areno.decode.tables import DecodeTables
 from areno.forward import PrefillResult
 from areno.kernels import rows as row_kernels
 from areno.kernels import sample
+from areno.kernels.filters import KeptRing
 from areno.models.dense_cuda import FusedDecoder
 from areno.models.model_config import ModelConfig
 from areno.sampling.variant import Variant
@@ -77,8 +78,10 @@ class GraphPath:
         self._lanes = row_kernels.LaneBuffers.allocate(lanes, device)
         self._x = torch.zeros((lanes, model.hidden_size), dtype=fused.embedding.dtype, device=device)
         self._logits = torch.zeros((lanes, model.vocab_size), device=device)
-        self._partials = sample.partial_records(lanes, model.vocab_size, device)
-        self._thresholds = torch.zeros(lanes, device=device)
+        self._workspace = sample.SampleWorkspace.allocate(lanes, model.vocab_size, device, filters=True)
+        self._kept = None
+        if ring.kept_ids is not None and ring.kept_count is not None:
+            self._kept = KeptRing(ids=ring.kept_ids, counts=ring.kept_count)
         self._counter = torch.zeros((), dtype=torch.int32, device=device)
         self._deltas = DeltaRing()
         self._seen: set[StepKind] = set()
@@ -171,8 +174,7 @@ class GraphPath:
         self._sample(draw, pdl=False)
 
     def _sample(self, draw: sample.Draw, *, pdl: bool) -> None:
-        splits = sample.reduce_logits(draw, self._partials, pdl=pdl)
-        sample.finish(draw, self._partials, splits, self._ring.words, self._counter, pdl=pdl)
+        sample.sample(draw, self._workspace, self._ring.words, self._counter, kept=self._kept, pdl=pdl)
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""
