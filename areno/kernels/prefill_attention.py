@@ -114,7 +114,7 @@ def _load_pages(table, start, end, key, G: tl.constexpr, BLOCK_N: tl.constexpr):
 def prefill_kernel(
     q, keys, values, blocks, pages, out, scale, stride_page, stride_token, stride_head,
     H: tl.constexpr, SHARE: tl.constexpr, FOLD: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, ALWAYS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with FOLD query heads of one block's tokens. Heads are neighbours in the grid, since their keys are in the store."""
     if PDL:
@@ -160,7 +160,7 @@ def prefill_kernel(
             partly = at + BLOCK_N > start + 1
             if WINDOW > 0:
                 partly |= at < end - WINDOW
-            if partly or ALWAYS:
+            if partly:
                 hidden = (at + key)[None, :] > position[:, None]
                 if WINDOW > 0:
                     hidden |= (at + key)[None, :] <= position[:, None] - WINDOW
