@@ -254,9 +254,9 @@ def _launch(
         vector_product_kernel[(num_tiles,)](*shared, num_out, eps, in_size, tiles.block_n, tiles.block_k, **options)
         return
     if isinstance(tiles, ResidentTiles):
-        programs = min(num_tiles, _MULTIPROCESSORS * tiles.num_programs)
-        resident_product_kernel[(programs,)](
-            *(*shared, num_out, eps, in_size, tiles.block_n, triton.next_power_of_2(in_size), programs, tiles.num_stages), **options
+        trips = triton.cdiv(num_tiles, _MULTIPROCESSORS * tiles.num_programs)
+        resident_product_kernel[(triton.cdiv(num_tiles, trips),)](
+            *(*shared, num_out, eps, in_size, tiles.block_n, triton.next_power_of_2(in_size), trips, tiles.num_stages), **options
         )
         return
     block_b = max(8, row_class(num_rows))

@@ -131,7 +131,7 @@ def resident_product_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    TRIPS: tl.constexpr,
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -143,17 +143,16 @@ def resident_product_kernel(
     """One row, programs that stay: x is normed once into registers, then tiles of whole weight rows come through shared memory."""
     if PDL:
         tl_cuda.gdc_wait()
-    STEP: tl.constexpr = BLOCK_N // 2 if GLU else BLOCK_N
-    num_tiles = tl.cdiv(num_out, STEP)
     col_K = tl.arange(0, BLOCK_K)
     x_K = _load(x + col_K, col_K, K, BLOCK_K > K, "").to(tl.float32)
     if NORM:
         scale_K = _load(norm_weight + col_K, col_K, K, BLOCK_K > K, "").to(tl.float32)
         x_K = x_K * scale_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
-    for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS, num_stages=STAGES):
+    for trip in tl.range(0, TRIPS, num_stages=STAGES):
         if PDL:
-            if tile + 2 * NUM_PROGRAMS >= num_tiles:
+            if trip + 2 >= TRIPS:
                 tl_cuda.gdc_launch_dependents()
+        tile = trip * tl.num_programs(0) + tl.program_id(0)
         row_N = _weight_rows(tile, num_out, BLOCK_N, GLU)
         w_NK = _load(weight + row_N[:, None] * K + col_K[None, :], col_K[None, :], K, BLOCK_K > K, EVICT)
         residual_N = tl.zeros([BLOCK_N], out.dtype.element_ty)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from areno.kernels import linear
 from areno.kernels.linear import (
+    ResidentTiles,
     RowTiles,
     VectorTiles,
     allocate_workspace,
@@ -18,7 +20,8 @@ from areno.kernels.linear import (
 
 EPS = 1e-6
 ROWS = [RowTiles(16, 32), RowTiles(16, 16, warps_k=2), RowTiles(32, 16, split=3), RowTiles(16, 16, warps_k=2, split=2)]
-CASES = [(1, tiles) for tiles in (VectorTiles(4, 64), VectorTiles(8, 32))] + [(rows, tiles) for rows, tiles in zip((2, 8, 5, 17), ROWS)]
+ONE_ROW = [VectorTiles(4, 64), VectorTiles(2, 32), ResidentTiles(4), ResidentTiles(2)]
+CASES = [(1, tiles) for tiles in ONE_ROW] + [(rows, tiles) for rows, tiles in zip((2, 8, 5, 17), ROWS)]
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -71,6 +74,26 @@ def test_residual_addition_equals_fp64(rows, tiles):
     expected = reference(x, None, weight, bias_N) + residual.double()
     linear_add(x, weight, bias_N, residual, workspace=allocate_workspace(x.device), tiles=tiles)
     assert_close(residual, expected)
+
+
+@pytest.mark.parametrize("kind", ["norm", "glu", "add"])
+def test_resident_programs_walk_over_all_tiles(kind, monkeypatch):
+    monkeypatch.setattr(linear, "_MULTIPROCESSORS", 2)
+    num_out, in_size, tiles = 45, 80, ResidentTiles(4, num_programs=1)
+    x, weight, norm_weight = draw(1, in_size), draw(2 * num_out if kind == "glu" else num_out, in_size, seed=1), draw(in_size, seed=2)
+    out = torch.full((1, num_out), torch.nan)
+    if kind == "add":
+        out = draw(1, num_out, seed=3)
+        expected = reference(x, None, weight, None) + out.double()
+        linear_add(x, weight, None, out, tiles=tiles)
+    elif kind == "glu":
+        gate, up = reference(x, norm_weight, weight, None).chunk(2, -1)
+        expected = functional.silu(gate) * up
+        fused_norm_gate_up(x, norm_weight, EPS, weight, None, out, tiles=tiles)
+    else:
+        expected = reference(x, norm_weight, weight, None)
+        fused_norm_linear(x, norm_weight, EPS, weight, None, out, tiles=tiles)
+    assert_close(out, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -129,6 +152,8 @@ def test_every_target_shape_has_tiles_of_its_class():
         for num_weight_rows, in_size in [*shapes, (151936, 1024), (151936, 4096)]:
             tiles = default_tiles(rows, num_weight_rows, in_size)
             assert isinstance(tiles, VectorTiles) == (rows == 1)
+            normed = default_tiles(rows, num_weight_rows, in_size, normed=True)
+            assert isinstance(normed, ResidentTiles) == (rows == 1 and in_size == 4096) or in_size == 12288
 
 
 def test_more_rows_than_the_kernels_take_are_refused():
