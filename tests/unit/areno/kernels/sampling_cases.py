@@ -210,7 +210,7 @@ def compare(found: Told, expected: Told, made: DecodeTables, reference: DecodeTa
     assert (found.words[2][~ran] == -77).all() and (found.words[2][ran] >= 0).all(), "a lane that does not run said something"
     for field in dataclasses.fields(reference.state):
         mine, theirs = getattr(made.state, field.name).cpu(), getattr(reference.state, field.name).cpu()
-        assert torch.equal(mine, theirs), f"{field.name}: {mine}, expected {theirs}"
+        assert torch.equal(mine.to(theirs.dtype), theirs), f"{field.name}: {mine}, expected {theirs}"
     for name in SlotTables.__slots__:
         assert torch.equal(getattr(made.slots, name).cpu(), getattr(reference.slots, name).cpu()), name
     if expected.kept_count is not None and expected.kept_ids is not None:
