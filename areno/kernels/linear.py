@@ -21,6 +21,8 @@ from areno.kernels.product import resident_product_kernel, rows_product_kernel, 
 MAX_ROWS = 64
 _MULTIPROCESSORS = 132
 _MAX_UNROLLED = 16
+# Weights in one tile of a program that stays: two tiles fill 64 KB, and three programs a multiprocessor.
+_MAX_RESIDENT = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,9 @@ def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torc
     rows, shape = row_class(num_rows), shape_class(num_weight_rows, in_size)
     columns = triton.next_power_of_2(in_size)
     if rows == 1:
-        if normed and shape in _RESIDENT_TILES and dtype != torch.float32:
-            return _RESIDENT_TILES[shape]
+        if normed and shape in _RESIDENT_TILES and columns <= _MAX_RESIDENT and dtype != torch.float32:
+            resident = _RESIDENT_TILES[shape]
+            return replace(resident, block_n=max(2, min(resident.block_n, _MAX_RESIDENT // columns)))
         vector = _VECTOR_TILES[shape]
         least = triton.next_power_of_2(triton.cdiv(in_size, _MAX_UNROLLED))
         return replace(vector, block_k=max(least, min(vector.block_k, columns)))

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areno.kernels.linear import RowTiles, VectorTiles, default_tiles, row_class, shape_class
-
-Tiles = VectorTiles | RowTiles
+from areno.kernels.linear import ResidentTiles, RowTiles, Tiles, VectorTiles, default_tiles, shape_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,78 +45,83 @@ CASES = (
     Case("8b head", "head", 151936, 4096),
 )
 
-# One row: block_n, block_k, warps.
+# One row: block_n, block_k, warps; block_n 1 holds no gate and up.
 VECTOR_GRID = {
-    "narrow": ((1, 1024, 2), (1, 1024, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8)),
-    "short": ((2, 1024, 2), (2, 1024, 4), (4, 1024, 4), (4, 512, 4), (8, 512, 8), (8, 1024, 8)),
-    "deep": ((1, 2048, 4), (2, 1024, 4), (2, 2048, 8), (4, 1024, 4), (4, 512, 4), (8, 512, 8), (4, 1024, 8)),
+    "narrow": ((4, 1024, 8), (2, 1024, 4), (4, 512, 4), (1, 1024, 4), (1, 2048, 4), (2, 2048, 8)),
+    "short": ((4, 1024, 4), (8, 1024, 8), (2, 1024, 4), (4, 512, 4), (1, 1024, 4)),
+    "deep": (
+        (1, 512, 2),
+        (1, 1024, 2),
+        (1, 1024, 4),
+        (1, 2048, 2),
+        (1, 2048, 4),
+        (1, 2048, 8),
+        (2, 512, 2),
+        (2, 512, 4),
+        (2, 1024, 4),
+        (2, 2048, 4),
+        (2, 2048, 8),
+        (4, 1024, 4),
+    ),
+    "normed": ((2, 1024, 4), (4, 512, 4)),
 }
+# One row of 4096: block_n, warps, stages, programs of a multiprocessor.
+RESIDENT_GRID = ((4, 8, 3, 3), (4, 8, 3, 2), (2, 8, 4, 4), (2, 8, 3, 4), (2, 4, 4, 4), (8, 8, 3, 1))
 # More rows: block_n, block_k, warps_k, split, warps, stages.
 ROW_GRID = {
-    ("narrow", 8): (
-        (16, 64, 4, 1, 4, 6), (16, 128, 4, 1, 4, 4), (16, 256, 1, 1, 1, 5), (16, 64, 4, 2, 4, 6),
-        (32, 64, 4, 4, 4, 4), (64, 128, 1, 8, 4, 4),
-    ),
-    ("narrow", 32): (
-        (16, 64, 4, 1, 4, 5), (32, 64, 4, 4, 4, 4), (64, 128, 1, 8, 4, 3), (64, 64, 1, 8, 4, 5),
-    ),
-    ("short", 8): (
-        (16, 64, 4, 1, 4, 5), (32, 64, 4, 1, 4, 5), (16, 128, 1, 1, 1, 8), (32, 128, 1, 1, 2, 6),
-        (64, 128, 1, 2, 4, 5), (64, 128, 1, 4, 4, 3),
-    ),
-    ("short", 32): (
-        (64, 64, 1, 1, 4, 8), (64, 128, 1, 1, 4, 5), (64, 128, 1, 2, 4, 5), (64, 64, 1, 2, 4, 6),
-        (128, 64, 1, 4, 4, 4),
-    ),
-    ("square", 8): (
-        (64, 128, 1, 4, 4, 4), (64, 256, 1, 4, 4, 3), (64, 128, 1, 2, 4, 6), (32, 64, 4, 2, 4, 5),
-        (64, 128, 1, 8, 4, 4), (128, 128, 1, 8, 4, 4),
-    ),
-    ("square", 32): (
-        (64, 128, 1, 4, 4, 4), (64, 128, 1, 2, 4, 5), (128, 64, 1, 4, 4, 5), (64, 64, 1, 4, 4, 6),
-        (128, 128, 1, 8, 8, 4),
-    ),
-    ("long", 8): (
-        (64, 128, 1, 6, 4, 4), (64, 256, 1, 6, 4, 3), (64, 128, 1, 4, 4, 6), (32, 64, 4, 3, 4, 5),
-        (64, 128, 1, 12, 4, 4), (128, 128, 1, 12, 4, 4),
-    ),
-    ("long", 32): (
-        (64, 128, 1, 6, 4, 4), (64, 128, 1, 4, 4, 5), (128, 64, 1, 8, 4, 5), (64, 64, 1, 6, 4, 6),
-        (128, 128, 1, 8, 8, 4),
-    ),
-    ("wide", 8): (
-        (64, 128, 1, 1, 4, 4), (64, 256, 1, 1, 4, 3), (128, 128, 1, 1, 4, 4), (128, 128, 1, 1, 8, 4),
-        (32, 64, 4, 1, 4, 5), (64, 128, 1, 2, 4, 4),
-    ),
-    ("wide", 32): (
-        (64, 128, 1, 1, 4, 4), (64, 64, 1, 1, 4, 6), (128, 64, 1, 1, 4, 4), (128, 128, 1, 1, 8, 3),
-    ),
+    "narrow": ((16, 64, 4, 1, 4, 6), (16, 128, 4, 1, 4, 4), (16, 64, 4, 2, 4, 6), (32, 64, 4, 4, 4, 4), (64, 128, 1, 8, 4, 4)),
+    "short": ((16, 64, 4, 1, 4, 5), (32, 64, 4, 1, 4, 5), (64, 128, 1, 2, 4, 5), (64, 128, 1, 4, 4, 3)),
+    "square": ((64, 128, 1, 4, 4, 4), (64, 128, 1, 2, 4, 6), (64, 256, 1, 4, 4, 3), (64, 128, 1, 8, 4, 4), (32, 64, 4, 2, 4, 5)),
+    "long": ((64, 128, 1, 6, 4, 4), (64, 128, 1, 4, 4, 6), (64, 256, 1, 6, 4, 3), (64, 128, 1, 12, 4, 4)),
+    "wide": ((64, 128, 1, 1, 4, 4), (64, 256, 1, 1, 4, 3), (128, 128, 1, 1, 4, 4), (64, 128, 1, 1, 4, 6)),
 }  # fmt: skip
 
 
-def candidates(case: Case, rows: int) -> list[Tiles]:
-    """Return the tiles to time, the table's own first."""
-    shape = shape_class(case.num_weight_rows, case.in_size)
-    default = default_tiles(rows, case.num_weight_rows, case.in_size)
-    tiles: list[Tiles]
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way to compute a case: with `apart` the norm is a kernel of its own before the product."""
+
+    tiles: Tiles
+    pdl: bool = False
+    apart: bool = False
+
+
+def trials(case: Case, rows: int) -> list[Trial]:
+    """Return what to time: the table's tiles, also with late dependents, the grid, and products after a norm of their own."""
+    normed, shape = case.kind != "add", shape_class(case.num_weight_rows, case.in_size)
+    default = default_tiles(rows, case.num_weight_rows, case.in_size, normed=normed)
+    bare = default_tiles(rows, case.num_weight_rows, case.in_size)
     if rows == 1:
-        if case.in_size == 1024:
-            shape = "short"
-        grid = VECTOR_GRID[shape if shape in VECTOR_GRID else "deep"]
-        tiles = [VectorTiles(*entry) for entry in grid if entry[0] >= 2 or case.kind != "glu"]
-        tiles += [VectorTiles(default.block_n, default.block_k, default.num_warps, "")]
+        fused, split = vector_tiles(case, shape, normed)
     else:
-        shape = "wide" if shape == "head" else shape
-        grid = ROW_GRID[shape, 8 if row_class(rows) <= 16 else 32]
-        tiles = [RowTiles(*entry) for entry in grid[: 4 if rows == 16 else None]]
-        first = RowTiles(*grid[0])
-        tiles += [RowTiles(*grid[0], evict="evict_first")] if rows == 8 and first.warps_k == 1 else []
-    return [default] + [entry for entry in tiles if entry != default]
+        fused = [RowTiles(*entry) for entry in ROW_GRID["wide" if shape.endswith("head") else shape]]
+        split = [bare]
+    found = [Trial(default), Trial(default, pdl=True)] + [Trial(tiles) for tiles in fused if tiles != default]
+    return found + ([Trial(tiles, apart=True) for tiles in split] if normed else [])
 
 
-def label(tiles: Tiles) -> str:
+def vector_tiles(case: Case, shape: str, normed: bool) -> tuple[list[Tiles], list[Tiles]]:
+    """Return the tiles of one row to time in a product of its kind, and after a norm of its own."""
+    least = 2 if case.kind == "glu" else 1
+    if case.in_size < 2048 or shape == "narrow":
+        grid = VECTOR_GRID["short" if case.in_size < 2048 else shape]
+        return [VectorTiles(*entry) for entry in grid if entry[0] >= least], []
+    resident: list[Tiles] = [ResidentTiles(*entry) for entry in RESIDENT_GRID] if case.in_size == 4096 else []
+    bare: list[Tiles] = [VectorTiles(*entry) for entry in VECTOR_GRID["deep"] if entry[0] >= least]
+    if not normed:
+        return bare + resident[:3], []
+    if case.kind == "head":
+        bare = bare[2:5]
+    return [VectorTiles(*entry) for entry in VECTOR_GRID["normed"]] + resident, bare
+
+
+def label(trial: Trial) -> str:
+    tiles = trial.tiles
     if isinstance(tiles, VectorTiles):
-        return f"{tiles.block_n}x{tiles.block_k},w{tiles.num_warps}{',keep' if not tiles.evict else ''}"
-    text = f"{tiles.block_n}x{tiles.block_k}"
-    text += f"*{tiles.warps_k}" if tiles.warps_k > 1 else ""
-    return text + f",s{tiles.split},w{tiles.num_warps},p{tiles.num_stages}{',ef' if tiles.evict else ''}"
+        text = f"{tiles.block_n}x{tiles.block_k},w{tiles.num_warps}"
+    elif isinstance(tiles, ResidentTiles):
+        text = f"{tiles.block_n}xK,w{tiles.num_warps},p{tiles.num_stages},m{tiles.num_programs}"
+    else:
+        text = f"{tiles.block_n}x{tiles.block_k}" + (f"*{tiles.warps_k}" if tiles.warps_k > 1 else "")
+        text += f",s{tiles.split},w{tiles.num_warps},p{tiles.num_stages}"
+    return text + (" late" if trial.pdl else "")

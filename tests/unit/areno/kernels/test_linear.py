@@ -156,6 +156,12 @@ def test_every_target_shape_has_tiles_of_its_class():
             assert isinstance(normed, ResidentTiles) == (rows == 1 and in_size == 4096) or in_size == 12288
 
 
+def test_resident_tiles_of_longer_rows_fill_no_more_memory():
+    sizes = {in_size: default_tiles(1, 1 << 15, in_size, normed=True) for in_size in (2048, 4096, 5120, 8192, 16384, 32768)}
+    assert [getattr(sizes[in_size], "block_n", 0) for in_size in (2048, 4096, 5120, 8192, 16384)] == [4, 4, 2, 2, 2]
+    assert isinstance(sizes[32768], VectorTiles)
+
+
 def test_more_rows_than_the_kernels_take_are_refused():
     with pytest.raises(AssertionError, match="use cuBLAS"):
         linear_add(draw(65, 16), draw(16, 16), None, draw(65, 16))
