@@ -207,6 +207,7 @@ class FusedDecoder:
             window=window,
             work=seen.work.get(window),
             num_programs=self._programs,
+            tiling=TILING,
             pdl=self._pdl,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def time_steps(engine: Engine, batch: int, longest: int, *, replays: int = 60) -
     return statistics.median(walls), dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
-def choose(engine: Engine, *, pdl: bool, fused_rows: int) -> None:
+def choose(engine: Engine, *, pdl: bool, fused_rows: int, tiling: str) -> None:
     """Drop the captured steps; the next ones are made another way."""
     path = engine._path
     assert isinstance(path, GraphPath)
@@ -84,19 +85,22 @@ def choose(engine: Engine, *, pdl: bool, fused_rows: int) -> None:
     path._pool = torch.cuda.graph_pool_handle()
     path._fused._pdl = pdl
     dense_cuda.FUSED_ROWS = fused_rows
+    if tiling:
+        block, warps, stages = map(int, tiling.split(","))
+        dense_cuda.TILING = replace(dense_cuda.TILING, block=block, num_warps=warps, num_stages=stages)
 
 
 def measure(
-    model: str, batches: list[int], contexts: list[int], ways: list[tuple[bool, int]], options: dict[str, Any], *, log: bool
+    model: str, batches: list[int], contexts: list[int], ways: list[tuple[bool, int, str]], options: dict[str, Any], *, log: bool
 ) -> list[dict[str, Any]]:
     """Return one row per context, batch and way of making a step."""
     engine = Engine(EngineConfig(model=shapes.write(model), load_format="dummy", seed=0, max_rows=max(batches), **options))
     rows = []
-    for context, batch, (pdl, fused_rows) in itertools.product(contexts, batches, ways):
-        choose(engine, pdl=pdl, fused_rows=fused_rows)
+    for context, batch, (pdl, fused_rows, tiling) in itertools.product(contexts, batches, ways):
+        choose(engine, pdl=pdl, fused_rows=fused_rows, tiling=tiling)
         set_rows(engine, np.full(batch, context))
         step, spent = time_steps(engine, batch, context + 200)
-        case = {"model": model, "batch": batch, "context": context, "pdl": pdl, "fused": batch <= fused_rows}
+        case = {"model": model, "batch": batch, "context": context, "pdl": pdl, "fused": batch <= fused_rows, "tiling": tiling}
         rows.append({**case, "step_ms": step, "kernels_ms": sum(spent.values()), "kernels": spent})
         if log:
             print(f"{case}: {step:.3f} ms, kernels {sum(spent.values()):.3f}")
@@ -113,8 +117,9 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[384])
     parser.add_argument("--pdl", nargs="+", type=int, default=[1], choices=(0, 1), help="kernels start before the one before has ended")
     parser.add_argument("--fused-rows", nargs="+", type=int, default=[dense_cuda.FUSED_ROWS], help="most rows for the fused products")
+    parser.add_argument("--tilings", nargs="+", default=[""], help="attention's block, warps and stages, as in 64,4,3")
     options = parser.parse_args()
-    ways = [(bool(pdl), rows) for pdl, rows in itertools.product(options.pdl, options.fused_rows)]
+    ways = [(bool(pdl), rows, tiling) for pdl, rows, tiling in itertools.product(options.pdl, options.fused_rows, options.tilings)]
     rows = []
     for model in options.models:
         rows += measure(model, options.batches, options.contexts, ways, {}, log=not options.json)
