@@ -16,7 +16,7 @@ FILTERS = Variant(noise=True, filters=True)
 ALL = Variant(noise=True, temperature=True, stop_mask=True, slots=True, filters=True, kept=True)
 
 
-@pytest.mark.parametrize(("seed", "ties"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("seed", "ties"), [(0, False), (1, True)])
 def test_thresholds_keep_the_same_ids_as_the_torch_search(seed: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)
     lanes, vocab = 6, 200
@@ -64,7 +64,7 @@ def test_kernels_draw_from_and_return_the_kept_sets(ties: bool) -> None:
     cases.compare(kernels, reference, found, expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_all_parts_of_the_sampler_work_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lanes, vocab, num_valid = 4, 200, 180
