@@ -62,7 +62,7 @@ class SlotTables:
         held = slots_B[lanes]
         local = self.bias_ids[held] - first_id
         inside = (local >= 0) & (local < logits_BW.shape[1])
-        values = torch.where(inside, self.bias_values[held], 0.0)
+        values = torch.where(inside, self.bias_values[held], 0.0).to(logits_BW.dtype)
         rows = logits_BW[lanes]
         rows.scatter_add_(1, local.clamp(0, logits_BW.shape[1] - 1), values)
         logits_BW[lanes] = rows
