@@ -241,7 +241,7 @@ def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, t
         dtype=dtype,
         device=device.name,
         max_rows=max_rows,
-        max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 2048),
+        max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 8192),
         # A launch costs as much as some dozens of tokens there, so that few prompts wait for others to come.
         refill_rows=1 if on_cpu else 4,
         run_ahead=run_ahead,

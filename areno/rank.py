@@ -61,7 +61,7 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
     sketch = build_model(model, dtype=torch.bfloat16, device=torch.device("meta"), num_positions=1)
     # Live weights, and the staged ones that an update brings beside them.
     weights = 2 * item * sketch.table.num_parameters
-    rows, tokens = config.max_rows or 256, config.max_prefill_tokens or 2048
+    rows, tokens = config.max_rows or 256, config.max_prefill_tokens or 8192
     widest = 3 * model.intermediate_size + 2 * model.num_heads * model.head_dim + 6 * model.hidden_size
     buffers = 3 * 4 * rows * model.vocab_size + tokens * widest * item + _SLACK_BYTES
     room = int(free - (1.0 - config.gpu_memory_fraction) * total) - weights - buffers

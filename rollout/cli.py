@@ -84,7 +84,7 @@ def serve(
         int | None, typer.Option(help="Longest prompt plus output in tokens.", show_default="the model's, at most 32768")
     ] = None,
     max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prefill tokens in one step.", show_default="512 on the CPU, 2048 on CUDA")
+        int | None, typer.Option(help="Prefill tokens in one step.", show_default="512 on the CPU, 8192 on CUDA")
     ] = None,
     run_ahead: Annotated[
         int | None,

@@ -43,8 +43,8 @@ class Tiling:
     split: int = 2
     block: int = 64
     dot: bool = True
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = 2
+    num_stages: int = 2
     prefetch: int = 0
 
     def __post_init__(self) -> None:

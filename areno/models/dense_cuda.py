@@ -96,7 +96,7 @@ class _SeenRows:
 class FusedDecoder:
     """Runs `model` with kernels over `store`. Shapes: page table [R, P] int32."""
 
-    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, prefill_tokens: int, max_tokens: int, pdl: bool = False) -> None:
+    def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, prefill_tokens: int, max_tokens: int, pdl: bool = True) -> None:
         config = model.config
         self._model, self._store, self._config = model, store, config
         self._pdl = pdl and torch.cuda.get_device_capability(model.table.device) >= (9, 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ CUDA = torch.device("cuda")
 
 
 @triton.jit
-def _noise_kernel(seeds: Any, positions: Any, out_bits: Any, out_noise: Any, SIZE: tl.constexpr) -> None:
+def _noise_kernel(seeds, positions, out_bits, out_noise, SIZE: tl.constexpr):
     row = tl.program_id(0)
     place = row * SIZE + tl.arange(0, SIZE)
     low, high = lane_key(tl.load(seeds + row), tl.load(positions + row))
@@ -54,7 +53,7 @@ def _noise_kernel(seeds: Any, positions: Any, out_bits: Any, out_noise: Any, SIZ
 
 
 @triton.jit
-def _gumbel_kernel(bits: Any, out: Any, SIZE: tl.constexpr) -> None:
+def _gumbel_kernel(bits, out, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)
     tl.store(out + place, gumbel(tl.load(bits + place).to(tl.uint32, bitcast=True)))
 

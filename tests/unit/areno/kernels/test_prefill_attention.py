@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from areno.kernels.prefill_attention import Tiling, cut_blocks, pick_tiling, prefill_attention
+from areno.kernels.prefill_attention import SplitWorkspace, Tiling, cut_blocks, pick_tiling, prefill_attention
 
 SCALE = 0.3
 GARBAGE = 1 << 20
@@ -101,16 +101,49 @@ def reference(case: Case, window: int = 0) -> torch.Tensor:
 
 
 def attend(
-    case: Case, *, block_m: int = 8, fold: int = 2, block_n: int = 8, window: int = 0, blocks: np.ndarray | None = None
+    case: Case,
+    *,
+    block_m: int = 8,
+    fold: int = 2,
+    block_n: int = 8,
+    window: int = 0,
+    blocks: np.ndarray | None = None,
+    splits: int = 0,
 ) -> torch.Tensor:
+    """Attend with unused entries among the blocks; a given number of splits starts from a poisoned workspace."""
+    _, heads, dim = case.q.shape
     out = torch.full_like(case.q, math.nan)
     cut = cut_blocks(case.starts, case.counts, case.offsets, block_m) if blocks is None else blocks
     unused = np.array([[GARBAGE, 0, GARBAGE, GARBAGE]], dtype=np.int32)
     entries = torch.from_numpy(np.concatenate([cut[:1], unused, cut[1:], unused]))
     tiling = Tiling(fold=fold, block_n=block_n, num_stages=1)
+    workspace = None
+    if splits:
+        workspace = SplitWorkspace.allocate(
+            num_blocks=len(entries),
+            block_m=block_m,
+            num_heads=heads,
+            head_dim=dim,
+            splits=splits,
+            device=torch.device("cpu"),
+            least_keys=2 * block_n,
+        )
+        workspace.partials.fill_(math.nan)
+        workspace.states.fill_(math.nan)
     prefill_attention(
-        case.q, case.keys, case.values, entries, case.pages, out, scale=SCALE, window=window, block_m=block_m, tiling=tiling
-    )  # fmt: skip
+        case.q,
+        case.keys,
+        case.values,
+        entries,
+        case.pages,
+        out,
+        scale=SCALE,
+        window=window,
+        block_m=block_m,
+        workspace=workspace,
+        tiling=tiling,
+    )
+    assert workspace is None or not workspace.arrivals.any()
     return out
 
 
@@ -168,6 +201,15 @@ def test_how_a_sequence_is_cut_changes_no_more_than_rounding() -> None:
     for block_m in (3, 5):
         blocks = cut_blocks(case.starts, case.counts, case.offsets, block_m)
         torch.testing.assert_close(attend(case, blocks=blocks)[:-2], whole[:-2], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("splits", "window", "block_n"), [(2, 0, 8), (3, 0, 16), (4, 20, 8)])
+def test_split_keys_change_no_more_than_rounding(splits: int, window: int, block_n: int) -> None:
+    case = make_case(((0, 21), (44, 10)), seed=7)
+    whole, parted = attend(case, window=window, block_n=block_n), attend(case, window=window, block_n=block_n, splits=splits)
+    torch.testing.assert_close(parted, whole, rtol=2e-6, atol=2e-6, equal_nan=True)
+    assert not parted[:-2].isnan().any()
+    assert torch.equal(parted[:8], whole[:8]), "a block of few keys is not split"
 
 
 def test_blocks_may_hold_a_number_of_tokens_that_is_no_power_of_two() -> None:

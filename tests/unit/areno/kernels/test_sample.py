@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 @triton.jit
-def _noise_kernel(seeds: Any, positions: Any, out_bits: Any, out_noise: Any, VOCAB: tl.constexpr) -> None:
+def _noise_kernel(seeds, positions, out_bits, out_noise, VOCAB: tl.constexpr):
     row = tl.program_id(0)
     ids = tl.arange(0, VOCAB) * 371
     low, high = lane_key(tl.load(seeds + row), tl.load(positions + row))
@@ -50,7 +50,7 @@ def test_hashes_have_the_bits_of_numpy_and_noise_its_values() -> None:
 
 
 @triton.jit
-def _gumbel_kernel(bits: Any, out: Any, SIZE: tl.constexpr) -> None:
+def _gumbel_kernel(bits, out, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)
     tl.store(out + place, gumbel(tl.load(bits + place).to(tl.uint32, bitcast=True)))
 
