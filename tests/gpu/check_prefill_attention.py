@@ -16,36 +16,66 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from areno.kernels.prefill_attention import Tiling, pick_tiling, prefill_attention
+from areno.kernels.prefill_attention import SplitWorkspace, Tiling, prefill_attention
+from tests.gpu.attention_cases import CUDA
 from tests.gpu.attention_times import time_graph
 from tests.gpu.prefill_cases import SPARE_ROWS, Chunks, Gathered, Shape, exact, place, poison
 
 
-def attended(chunks: Chunks, shape: Shape, block_m: int, tiling: Tiling | None, *, cut: int = 0, pdl: bool = False) -> torch.Tensor:
-    """Attend into a poisoned output; `cut` is the tokens per block where it is less than `block_m`."""
-    out = torch.full_like(chunks.q, math.nan)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How to launch: tokens per block, tiling (None: the picked one), parts that keys are split in (0: not), programmatic launch."""
+
+    block_m: int = 64
+    tiling: Tiling | None = None
+    splits: int = 0
+    pdl: bool = False
+
+    def workspace(self, shape: Shape, num_blocks: int) -> SplitWorkspace | None:
+        """Allocate what the splits need."""
+        if not self.splits:
+            return None
+        return SplitWorkspace.allocate(
+            num_blocks=num_blocks, block_m=self.block_m, num_heads=shape.heads, head_dim=shape.dim, splits=self.splits, device=CUDA
+        )
+
+
+def launch(
+    chunks: Chunks, shape: Shape, way: Way, blocks: torch.Tensor, out: torch.Tensor, workspace: SplitWorkspace | None
+) -> torch.Tensor:
     prefill_attention(
         chunks.q,
         chunks.keys,
         chunks.values,
-        chunks.blocks(cut or block_m),
+        blocks,
         chunks.pages,
         out,
         scale=shape.dim**-0.5,
         window=shape.window,
-        block_m=block_m,
-        pdl=pdl,
-        tiling=tiling,
+        block_m=way.block_m,
+        pdl=way.pdl,
+        workspace=workspace,
+        tiling=way.tiling,
     )
-    assert out[-SPARE_ROWS:].isnan().all(), "a row of no block was written"
     return out[:-SPARE_ROWS]
+
+
+def attended(chunks: Chunks, shape: Shape, way: Way, *, cut: int = 0) -> torch.Tensor:
+    """Attend into a poisoned output; `cut` is the tokens per block where that is less than the tile takes."""
+    blocks, out = chunks.blocks(cut or way.block_m), torch.full_like(chunks.q, math.nan)
+    workspace = way.workspace(shape, blocks.shape[0])
+    if workspace is not None:
+        workspace.partials.fill_(math.nan)
+        workspace.states.fill_(math.nan)
+    result = launch(chunks, shape, way, blocks, out, workspace)
+    assert out[-SPARE_ROWS:].isnan().all(), "a row of no block was written"
+    assert workspace is None or not workspace.arrivals.any(), "arrivals are left"
+    return result
 
 
 MIX = (
@@ -62,8 +92,8 @@ MIX = (
 )
 
 
-def check_shape(shape: Shape, block_m: int, tiling: Tiling | None = None, *, heads_first: bool = False) -> dict:
-    """Compare with float64, and the bits alone, in company, under programmatic launch and cut otherwise."""
+def check_shape(shape: Shape, way: Way, *, heads_first: bool = False) -> dict:
+    """Compare with float64, and the bits again, alone, in company, under programmatic launch and, without splits, cut otherwise."""
     draw = np.random.default_rng(7)
     drawn = [[(int(start), int(count))] for start, count in zip(draw.integers(0, 1500, 6), draw.integers(1, 200, 6))]
     (chunks,) = place(shape, [*MIX, *drawn])
@@ -71,72 +101,85 @@ def check_shape(shape: Shape, block_m: int, tiling: Tiling | None = None, *, hea
     if heads_first:
         keys, values = (store.transpose(1, 2).contiguous().transpose(1, 2) for store in (chunks.keys, chunks.values))
         chunks = replace(chunks, keys=keys, values=values)
-    what = f"{shape} block_m={block_m} {heads_first=} {tiling or 'picked'}"
-    out = attended(chunks, shape, block_m, tiling)
+    what = f"{shape} {way} {heads_first=}"
+    out = attended(chunks, shape, way)
     expected = exact(chunks, shape.dim**-0.5, shape.window)
     error = float((out.double() - expected).norm() / expected.norm())
     worst = float((out.double() - expected).abs().max())
     limit, most = (1e-5, 1e-4) if shape.dtype == torch.float32 else (8e-3, 8e-2)
     assert error < limit and worst < most, f"{what}: error {error:.2e}, largest difference {worst:.2e}"
-    assert torch.equal(attended(chunks, shape, block_m, tiling, pdl=True), out), f"{what}: other bits under programmatic launch"
+    for again in (way, replace(way, pdl=way.tiling is None)):
+        assert torch.equal(attended(chunks, shape, again), out), f"{what}: other bits with {again}"
     begins = np.cumsum(chunks.counts) - chunks.counts
     for chosen in ((3,), (9, 1), (8, 6)):
         own = torch.cat([out[begins[chunk] : begins[chunk] + chunks.counts[chunk]] for chunk in chosen])
-        assert torch.equal(attended(chunks.pick(*chosen), shape, block_m, tiling), own), f"{what}: {chosen=} has other bits"
-    for cut in (block_m - 1, block_m // 2):
-        other = attended(chunks, shape, block_m, tiling, cut=cut)
+        assert torch.equal(attended(chunks.pick(*chosen), shape, way), own), f"{what}: {chosen=} has other bits"
+    for cut in (way.block_m - 1, way.block_m // 2)[: 0 if way.splits else 2]:
+        other = attended(chunks, shape, way, cut=cut)
         assert torch.equal(other, out), f"{what}: {int((other != out).sum())} elements differ when cut by {cut}"
     return {"name": "prefill_attention", "shape": what, "error": error}
 
 
-CHECKS: tuple[tuple[Shape, int, bool], ...] = (
-    (Shape(), 64, False),
-    (Shape(), 32, True),
-    (Shape(heads=32), 64, False),
-    (Shape(window=300), 64, False),
-    (Shape(heads=4, kv_heads=4, dim=32, page=16), 64, False),
-    (Shape(heads=4, kv_heads=4, dim=32, page=16, window=100), 16, True),
-    (Shape(heads=9, kv_heads=3, dim=64, page=16), 42, False),
-    (Shape(heads=8, kv_heads=1, dim=64), 64, False),
-    (Shape(dtype=torch.float32), 64, False),
-    (Shape(heads=4, kv_heads=2, dim=32, page=16, window=100, dtype=torch.float32), 64, False),
+CHECKS: tuple[tuple[Shape, Way, bool], ...] = (
+    (Shape(), Way(), False),
+    (Shape(), Way(block_m=32), True),
+    (Shape(), Way(splits=4), False),
+    (Shape(heads=32), Way(), False),
+    (Shape(window=300), Way(), False),
+    (Shape(window=700), Way(splits=3), False),
+    (Shape(heads=4, kv_heads=4, dim=32, page=16), Way(), False),
+    (Shape(heads=4, kv_heads=4, dim=32, page=16, window=100), Way(block_m=16), True),
+    (Shape(heads=9, kv_heads=3, dim=64, page=16), Way(block_m=42), False),
+    (Shape(heads=8, kv_heads=1, dim=64), Way(splits=8), False),
+    (Shape(dtype=torch.float32), Way(), False),
+    (Shape(heads=4, kv_heads=2, dim=32, page=16, window=100, dtype=torch.float32), Way(splits=2), False),
 )
 
-CONFIGS: dict[str, tuple[int, Tiling]] = {
-    "m64 f1 n64 w4 s3": (64, Tiling(fold=1, block_n=64, num_warps=4, num_stages=3)),
-    "m64 f1 n64 w4 s2": (64, Tiling(fold=1, block_n=64, num_warps=4, num_stages=2)),
-    "m64 f1 n32 w4 s3": (64, Tiling(fold=1, block_n=32, num_warps=4, num_stages=3)),
-    "m64 f1 n128 w8 s2": (64, Tiling(fold=1, block_n=128, num_warps=8, num_stages=2)),
-    "m64 f2 n64 w8 s3": (64, Tiling(fold=2, block_n=64, num_warps=8, num_stages=3)),
-    "m64 f2 n32 w8 s3": (64, Tiling(fold=2, block_n=32, num_warps=8, num_stages=3)),
-    "m64 f2 n128 w8 s2": (64, Tiling(fold=2, block_n=128, num_warps=8, num_stages=2)),
-    "m32 f2 n64 w4 s3": (32, Tiling(fold=2, block_n=64, num_warps=4, num_stages=3)),
-    "m32 f2 n32 w4 s3": (32, Tiling(fold=2, block_n=32, num_warps=4, num_stages=3)),
-    "m32 f2 n128 w8 s2": (32, Tiling(fold=2, block_n=128, num_warps=8, num_stages=2)),
-    "m16 f2 n64 w4 s3": (16, Tiling(fold=2, block_n=64, num_warps=4, num_stages=3)),
-    "m128 f1 n64 w8 s3": (128, Tiling(fold=1, block_n=64, num_warps=8, num_stages=3)),
-    "m32 f4 n64 w8 s3": (32, Tiling(fold=4, block_n=64, num_warps=8, num_stages=3)),
-    "m16 f4 n64 w4 s3": (16, Tiling(fold=4, block_n=64, num_warps=4, num_stages=3)),
-    "m16 f4 n32 w4 s3": (16, Tiling(fold=4, block_n=32, num_warps=4, num_stages=3)),
+CONFIGS: dict[str, Way] = {
+    "m64 f1 n64 w4 s3": Way(block_m=64, tiling=Tiling(fold=1, block_n=64, num_warps=4, num_stages=3)),
+    "m64 f1 n64 w4 s2": Way(block_m=64, tiling=Tiling(fold=1, block_n=64, num_warps=4, num_stages=2)),
+    "m64 f1 n32 w4 s3": Way(block_m=64, tiling=Tiling(fold=1, block_n=32, num_warps=4, num_stages=3)),
+    "m64 f1 n128 w8 s2": Way(block_m=64, tiling=Tiling(fold=1, block_n=128, num_warps=8, num_stages=2)),
+    "m64 f2 n64 w8 s3": Way(block_m=64, tiling=Tiling(fold=2, block_n=64, num_warps=8, num_stages=3)),
+    "m64 f2 n32 w8 s3": Way(block_m=64, tiling=Tiling(fold=2, block_n=32, num_warps=8, num_stages=3)),
+    "m64 f2 n128 w8 s2": Way(block_m=64, tiling=Tiling(fold=2, block_n=128, num_warps=8, num_stages=2)),
+    "m32 f2 n64 w4 s3": Way(block_m=32, tiling=Tiling(fold=2, block_n=64, num_warps=4, num_stages=3)),
+    "m32 f2 n32 w4 s3": Way(block_m=32, tiling=Tiling(fold=2, block_n=32, num_warps=4, num_stages=3)),
+    "m32 f2 n128 w8 s2": Way(block_m=32, tiling=Tiling(fold=2, block_n=128, num_warps=8, num_stages=2)),
+    "m16 f2 n64 w4 s3": Way(block_m=16, tiling=Tiling(fold=2, block_n=64, num_warps=4, num_stages=3)),
+    "m128 f1 n64 w8 s3": Way(block_m=128, tiling=Tiling(fold=1, block_n=64, num_warps=8, num_stages=3)),
+    "m32 f4 n64 w8 s3": Way(block_m=32, tiling=Tiling(fold=4, block_n=64, num_warps=8, num_stages=3)),
+    "m16 f4 n64 w4 s3": Way(block_m=16, tiling=Tiling(fold=4, block_n=64, num_warps=4, num_stages=3)),
+    "m16 f4 n32 w4 s3": Way(block_m=16, tiling=Tiling(fold=4, block_n=32, num_warps=4, num_stages=3)),
 }
 """Tokens per block, query heads per program, keys at a time, warps, stages."""
+SPLIT_CONFIGS = {
+    f"{name} x{splits}": replace(CONFIGS[name], splits=splits)
+    for name in ("m64 f1 n64 w4 s3", "m32 f2 n64 w4 s3", "m64 f2 n64 w8 s3", "m16 f4 n64 w4 s3")
+    for splits in (2, 4, 8)
+}
+"""Tried where there are few blocks."""
+
+
+TIMED = (Shape(), Shape(heads=32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Chunks of one launch, and over how many sets of them its timing rotates."""
+    """Chunks of one launch, over how many sets of them its timing rotates, and whether splits are tried."""
 
     name: str
     chunks: tuple[tuple[int, int], ...]
     sets: int
+    split: bool = False
 
 
 LOADS = (
     Load(name="8 x 256", chunks=((0, 256),) * 8, sets=15),
     Load(name="64 x 256", chunks=((0, 256),) * 64, sets=2),
-    Load(name="16 x 80 over 1000-2000", chunks=tuple((start, 80) for start in range(1000, 2001, 66)), sets=2),
-    Load(name="1 x 80 over 1000", chunks=((1000, 80),), sets=28),
-    Load(name="1 x 2048", chunks=((0, 2048),), sets=15),
+    Load(name="16 x 80 over 1000-2000", chunks=tuple((start, 80) for start in range(1000, 2001, 66)), sets=2, split=True),
+    Load(name="1 x 80 over 1000", chunks=((1000, 80),), sets=28, split=True),
+    Load(name="1 x 2048", chunks=((0, 2048),), sets=15, split=True),
     Load(name="4 x 512 over 4096", chunks=((4096, 512),) * 4, sets=2),
 )
 
@@ -148,49 +191,43 @@ def time_load(shape: Shape, load: Load) -> Iterator[dict]:
     traffic, flop = sets[0].traffic, sets[0].flop
     out = torch.empty_like(sets[0].q)
 
-    def run(index: int, block_m: int, blocks: torch.Tensor, tiling: Tiling | None, pdl: bool) -> None:
-        own = sets[index % load.sets]
-        scale = shape.dim**-0.5
-        prefill_attention(own.q, own.keys, own.values, blocks, own.pages, out, scale=scale, block_m=block_m, pdl=pdl, tiling=tiling)
-
     def row(config: str, us: float) -> dict:
         return {"name": name, "config": config, "us": us, "tb_per_s": traffic / us / 1e6, "tflop_per_s": flop / us / 1e6}
 
-    kinds: list[tuple[str, int, Tiling | None, bool]] = [(name, *CONFIGS[name], False) for name in configs(shape)]
-    kinds += [("picked", 64, None, False), ("picked pdl", 64, None, True)]
-    for config, block_m, tiling, pdl in kinds:
-        blocks = sets[0].blocks(block_m)
-        yield row(config, time_graph(partial(run, block_m=block_m, blocks=blocks, tiling=tiling, pdl=pdl), launches))
+    ways = configs(shape, CONFIGS | SPLIT_CONFIGS if load.split else CONFIGS)
+    for config, way in (ways | {"picked": Way(), "picked pdl": Way(pdl=True)}).items():
+        blocks = sets[0].blocks(way.block_m)
+        workspace = way.workspace(shape, blocks.shape[0])
 
+        def step(index: int, way: Way = way, blocks: torch.Tensor = blocks, workspace: SplitWorkspace | None = workspace) -> None:
+            launch(sets[index % load.sets], shape, way, blocks, out, workspace)
+
+        yield row(config, time_graph(step, launches))
     gathered = Gathered(sets)
     yield row("varlen", time_graph(gathered.attend, launches))
     yield row("gather", time_graph(gathered.gather, launches))
-    result, want = attended(sets[0], shape, 64, None).double(), gathered.attend(0).double()
+    result, want = attended(sets[0], shape, Way()).double(), gathered.attend(0).double()
     error = float((result - want).norm() / want.norm())
     assert error < 8e-3, f"{name}: error {error:.2e} against varlen_attn"
 
 
-def configs(shape: Shape) -> list[str]:
-    """Name the tilings to time; a fold of a kv head's query heads must divide them."""
-    return [name for name, (_, tiling) in CONFIGS.items() if shape.heads // shape.kv_heads % tiling.fold == 0]
+def configs(shape: Shape, named: dict[str, Way]) -> dict[str, Way]:
+    """Return the ways whose fold divides the query heads of a kv head."""
+    return {name: way for name, way in named.items() if way.tiling is None or shape.heads // shape.kv_heads % way.tiling.fold == 0}
 
 
-def jobs() -> list[tuple[Shape, int, Tiling, bool]]:
+def jobs() -> list[tuple[Shape, Way]]:
     """List what the checks and timings launch."""
-    found = [
-        (shape, block_m, pick_tiling(shape.dim, shape.heads // shape.kv_heads, block_m, shape.dtype), pdl)
-        for (shape, block_m, _), pdl in itertools.product(CHECKS, (False, True))
-    ]
-    for shape in (Shape(), Shape(heads=32)):
-        found += [(shape, *CONFIGS[name], pdl) for name in configs(shape) for pdl in (False, True)]
-    return list(dict.fromkeys(found))
+    found = [(shape, replace(way, pdl=pdl)) for shape, way, _ in CHECKS for pdl in (False, True)]
+    found += [(shape, way) for shape in TIMED for way in configs(shape, CONFIGS | SPLIT_CONFIGS).values()]
+    return found
 
 
 def compile_share(index: int, count: int) -> None:
     """Launch every `count`-th kernel once on small chunks, so that it is in Triton's cache on disk."""
-    for shape, block_m, tiling, pdl in jobs()[index::count]:
+    for shape, way in jobs()[index::count]:
         (chunks,) = place(shape, [[(0, 20)], [(70, 20)]])
-        attended(chunks, shape, block_m, tiling, pdl=pdl)
+        attended(chunks, shape, way)
     torch.cuda.synchronize()
 
 
@@ -204,26 +241,25 @@ def compile_all() -> None:
 
 
 def check() -> list[dict]:
-    """Check shapes with the picked tiling and all tilings on one shape. Raises: AssertionError."""
+    """Check shapes with the picked tiling, then every way that is timed. Raises: AssertionError."""
     torch.manual_seed(0)
     compile_all()
-    results = [check_shape(shape, block_m, heads_first=heads_first) for shape, block_m, heads_first in CHECKS]
-    for shape in (Shape(), Shape(heads=32)):
-        results += [check_shape(shape, *CONFIGS[name]) for name in configs(shape)]
+    results = [check_shape(shape, way, heads_first=heads_first) for shape, way, heads_first in CHECKS]
+    for shape in TIMED:
+        results += [check_shape(shape, way) for way in configs(shape, CONFIGS).values()]
     return results
 
 
 def timings() -> list[dict]:
     """Time all loads. Prints a line for each, its fastest way first, and leaves all figures in $OUT where that is set."""
     torch.manual_seed(0)
-    rows = (row for load, heads in itertools.product(LOADS, (16, 32)) for row in time_load(Shape(heads=heads), load))
     found = []
-    for name, group in groupby(rows, key=lambda row: row["name"]):
-        same = sorted(group, key=lambda row: row["us"])
-        found += same
-        best = next(row for row in same if row["config"] not in ("gather", "varlen"))
-        print(f"{name}: best {best['config']} {best['us']:.1f} us {best['tb_per_s']:.2f} TB/s {best['tflop_per_s']:.0f} TFLOP/s")
-        print("    " + "; ".join(f"{row['config']} {row['us']:.1f}" for row in same), flush=True)
+    for load, shape in itertools.product(LOADS, TIMED):
+        rows = sorted(time_load(shape, load), key=lambda row: row["us"])
+        found += rows
+        best = next(row for row in rows if row["config"] not in ("gather", "varlen"))
+        print(f"{best['name']}: best {best['config']} {best['us']:.1f} us {best['tb_per_s']:.2f} TB/s {best['tflop_per_s']:.0f} TFLOP/s")
+        print("    " + "; ".join(f"{row['config']} {row['us']:.1f}" for row in rows), flush=True)
     if "OUT" in os.environ:
         Path(os.environ["OUT"], "check_prefill_attention.json").write_text(json.dumps(found), encoding="utf-8")
     return found
