@@ -35,12 +35,14 @@ class Tiling:
 
 
 def pick_tiling(head_dim: int, share: int, block_m: int, dtype: torch.dtype) -> Tiling:
-    """Return the tiling for D, g = H / K and tokens per block: as many query heads in a program as 128 rows hold."""
+    """Return the tiling for D, g = H / K and tokens per block: as many query heads in a program as 64 rows hold.
+
+    64 rows are one warp group's product; two such programs share a multiprocessor and hide each other's waits.
+    """
     if dtype == torch.float32:
         return Tiling(fold=1, block_n=32, num_warps=8, num_stages=1)
-    fold = max(size for size in range(1, share + 1) if share % size == 0 and (size == 1 or size * block_m <= 128))
-    rows = triton.next_power_of_2(fold * block_m)
-    return Tiling(fold=fold, block_n=64, num_warps=8 if rows > 64 else 4, num_stages=3 if head_dim <= 64 else 2)
+    fold = max(size for size in range(1, share + 1) if share % size == 0 and (size == 1 or size * block_m <= 64))
+    return Tiling(fold=fold, num_warps=4 if fold * block_m <= 64 else 8, num_stages=3 if head_dim <= 128 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def _merge(partials, states, first_part, parts, ROWS: tl.constexpr, D: tl.conste
     return total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "pages"])
 def prefill_kernel(
     q, keys, values, blocks, pages, out, partials, states, arrivals, scale, stride_page, stride_token, stride_head,
     H: tl.constexpr, SHARE: tl.constexpr, FOLD: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,

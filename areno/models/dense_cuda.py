@@ -24,7 +24,16 @@ from torch.nn.attention.varlen import varlen_attn
 
 from areno.kernels import linear as products
 from areno.kernels.activation import silu_mul
-from areno.kernels.attention import PROGRAMS_PER_PROCESSOR, TILING, WorkList, Workspace, build_work_list, decode_attention_fused
+from areno.kernels.attention import (
+    FEW_ROWS_TILING,
+    PROGRAMS_PER_PROCESSOR,
+    TILING,
+    Tiling,
+    WorkList,
+    Workspace,
+    build_work_list,
+    decode_attention_fused,
+)
 from areno.kernels.norm import add_rms_norm, rms_norm
 from areno.kernels.prefill_attention import prefill_attention
 from areno.kernels.rope_kv import rope_kv
@@ -91,6 +100,7 @@ class _SeenRows:
     page_table: torch.Tensor
     work: dict[int, WorkList]
     max_chunks: int
+    tiling: Tiling
 
 
 class FusedDecoder:
@@ -105,18 +115,19 @@ class FusedDecoder:
         self._qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._angles = model.rotary.angles
         self._programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-        self._max_chunks = TILING.max_chunks(max_tokens)
+        self._max_tokens = max_tokens
+        most_chunks = max(tiling.max_chunks(max_tokens) for tiling in (TILING, FEW_ROWS_TILING))
         self._workspace = Workspace.allocate(
             lanes=lanes,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            chunks=self._max_chunks,
+            chunks=most_chunks,
             device=device,
         )
         self._split = products.allocate_workspace(device)
         windows = sorted({window or 0 for window in config.windows})
-        self._work = {window: WorkList.allocate(lanes=lanes, chunks=self._max_chunks, device=device) for window in windows}
+        self._work = {window: WorkList.allocate(lanes=lanes, chunks=most_chunks, device=device) for window in windows}
         columns = {
             "x": config.hidden_size,
             "normed": config.hidden_size,
@@ -150,13 +161,15 @@ class FusedDecoder:
         Mutates: x, logits, scratch, the store.
         """
         work: dict[int, WorkList] = {}
-        max_chunks = TILING.max_chunks(span)
+        fused = x_BH.shape[0] <= FUSED_ROWS
+        tiling = FEW_ROWS_TILING if fused else TILING
+        max_chunks = tiling.max_chunks(span or self._max_tokens)
         if not span:
-            work, max_chunks = self._work, self._max_chunks
+            work = self._work
             for window, listed in work.items():
                 build_work_list(lanes.lengths, lanes.running, listed, max_chunks=max_chunks, page_size=self._store.page_size, window=window)
-        seen = _SeenRows(lanes=lanes, page_table=page_table_RP, work=work, max_chunks=max_chunks)
-        if x_BH.shape[0] <= FUSED_ROWS:
+        seen = _SeenRows(lanes=lanes, page_table=page_table_RP, work=work, max_chunks=max_chunks, tiling=tiling)
+        if fused:
             self._decode_fused(x_BH, logits_BV, seen)
         else:
             self._decode_products(x_BH, logits_BV, seen)
@@ -207,7 +220,7 @@ class FusedDecoder:
             window=window,
             work=seen.work.get(window),
             num_programs=self._programs,
-            tiling=TILING,
+            tiling=seen.tiling,
             pdl=self._pdl,
         )
 

@@ -94,7 +94,7 @@ def place(shape: Shape, sequences: Sequence[Sequence[tuple[int, int]]], *, sets:
     found = []
     for index in range(sets):
         q = torch.randn(int(counts.sum()) + SPARE_ROWS, shape.heads, shape.dim, device=CUDA).to(shape.dtype)
-        pages = order[index * total : (index + 1) * total].contiguous()
+        pages = order[index * total : (index + 1) * total]
         found.append(Chunks(q=q, keys=store[0], values=store[1], pages=pages, starts=starts, counts=counts, offsets=offsets))
     return found
 

@@ -243,4 +243,4 @@ def test_the_picked_tiling_folds_a_divisor_of_the_share(share: int, dtype: torch
         for block_m in (16, 64, 128):
             tiling = pick_tiling(head_dim, share, block_m, dtype)
             assert share % tiling.fold == 0
-            assert tiling.fold == 1 or tiling.fold * block_m <= 128
+            assert tiling.fold == 1 or tiling.fold * block_m <= 64
