@@ -167,7 +167,15 @@ class FusedDecoder:
         if not span:
             work = self._work
             for window, listed in work.items():
-                build_work_list(lanes.lengths, lanes.running, listed, max_chunks=max_chunks, page_size=self._store.page_size, window=window)
+                build_work_list(
+                    lanes.lengths,
+                    lanes.running,
+                    listed,
+                    max_chunks=max_chunks,
+                    page_size=self._store.page_size,
+                    window=window,
+                    tiling=tiling,
+                )
         seen = _SeenRows(lanes=lanes, page_table=page_table_RP, work=work, max_chunks=max_chunks, tiling=tiling)
         if fused:
             self._decode_fused(x_BH, logits_BV, seen)
