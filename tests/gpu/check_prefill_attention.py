@@ -129,8 +129,8 @@ CHECKS: tuple[tuple[Shape, Way, bool], ...] = (
     (Shape(window=700), Way(splits=3), False),
     (Shape(heads=4, kv_heads=4, dim=32, page=16), Way(), False),
     (Shape(heads=4, kv_heads=4, dim=32, page=16, window=100), Way(block_m=16), True),
-    (Shape(heads=9, kv_heads=3, dim=64, page=16), Way(block_m=42), False),
-    (Shape(heads=8, kv_heads=1, dim=64), Way(splits=8), False),
+    (Shape(heads=9, kv_heads=3, dim=64, page=16), Way(block_m=21), False),
+    (Shape(heads=8, kv_heads=1, dim=64), Way(block_m=16, splits=8), False),
     (Shape(dtype=torch.float32), Way(), False),
     (Shape(heads=4, kv_heads=2, dim=32, page=16, window=100, dtype=torch.float32), Way(splits=2), False),
 )
