@@ -101,7 +101,7 @@ def measure(folder: Path, load: Load, *, repeats: int) -> list[dict[str, Any]]:
     wanted = sum(item["gen"] for item in load)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    engine = Engine(EngineConfig(model=str(folder), max_rows=ROWS, seed=1, prefix_cache=False, max_prefill_tokens=512))
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", max_rows=ROWS, seed=1, prefix_cache=False, max_prefill_tokens=512))
     settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(max_requests_per_batch=ROWS, num_blocks=64, max_batch_tokens=512, return_logprobs=True)
     manager = peer.init_continuous_batching(generation_config=settings, continuous_batching_config=batching)

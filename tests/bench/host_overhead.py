@@ -61,7 +61,7 @@ class TimedSampler:
 
 
 def _prepare(path: str, rows: int, prompt_tokens: int, steps: int) -> tuple[Engine, TimedModel, TimedSampler]:
-    engine = Engine(EngineConfig(model=str(MODEL), max_rows=rows, decode_tables=path, seed=1, max_prefill_tokens=4096))
+    engine = Engine(EngineConfig(model=str(MODEL), device="cpu", max_rows=rows, decode_tables=path, seed=1, max_prefill_tokens=4096))
     model = TimedModel(engine._forward._model)
     engine._forward._model = model  # type: ignore[assignment]
     sampler = TimedSampler(engine._forward._sampler)

@@ -41,7 +41,7 @@ def _request(rng: np.random.Generator, number: int) -> Request:
 def measure(folder: Path, *, requests: int, settle: int, run_ahead: int = 1) -> dict[str, Any]:
     """Run the load; return memory and what is left. `settle` requests pass before memory counts."""
     rng = np.random.default_rng(0)
-    engine = Engine(EngineConfig(model=str(folder), max_rows=16, num_pages=20, run_ahead=run_ahead, seed=1, sampling_slots=8))
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", max_rows=16, num_pages=20, run_ahead=run_ahead, seed=1, sampling_slots=8))
     process = psutil.Process()
     live: set[int] = set()
     ended = number = 0
