@@ -94,6 +94,12 @@ def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes
         )
 
 
+def packs_weights(model: ModelConfig) -> bool:
+    """Whether a packed copy of the weights leaves enough of the host's memory: live, staged and packed ones in half of what is free."""
+    sketch = build_model(model, dtype=torch.float32, device=torch.device("meta"), num_positions=1)
+    return 3 * 4 * sketch.table.num_parameters <= psutil.virtual_memory().available // 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own."""
@@ -120,7 +126,8 @@ def fill_randomly(model: DenseDecoder, seed: int) -> None:
 def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
     """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded."""
     dtype: torch.dtype = getattr(torch, resolved.dtype)
-    model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len)
+    pack = device.type == "cpu" and packs_weights(model_config)
+    model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack)
     store = KVStore(
         num_layers=model_config.num_layers,
         num_pages=resolved.store_pages,

@@ -42,7 +42,6 @@ from areno.request import (
 from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
 
-
 REFILL_STEPS = 16
 """Steps after which waiting requests are admitted however few they are."""
 

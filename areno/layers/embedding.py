@@ -11,6 +11,7 @@ import math
 import torch
 from torch.nn import functional
 
+from areno.layers.linear import PackedWeight
 from areno.weights.names import ParameterTable
 
 
@@ -30,10 +31,11 @@ class Embedding:
 class Head:
     """Hidden states to fp32 logits. Shapes: weight [V, hidden]."""
 
-    __slots__ = ("_copy", "weight")
+    __slots__ = ("_copy", "_packed", "weight")
 
-    def __init__(self, table: ParameterTable, weight: torch.Tensor):
+    def __init__(self, table: ParameterTable, weight: torch.Tensor, *, pack: bool = False):
         self.weight = weight
+        self._packed = PackedWeight(table, "lm_head", weight) if pack and PackedWeight.is_possible(table) else None
         self._copy: torch.Tensor | None = None
         if weight.dtype != torch.float32 and weight.device.type == "cpu":
             self._copy = torch.full(weight.shape, math.nan, dtype=torch.float32)
@@ -45,6 +47,8 @@ class Head:
 
     def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] in fp32."""
+        if self._packed is not None:
+            return self._packed(hidden_SH, None)
         if self._copy is not None:
             return functional.linear(hidden_SH.float(), self._copy)
         if self.weight.dtype == torch.float32:

@@ -1,7 +1,8 @@
 """Projections whose weights may be several checkpoint tensors in one storage.
 
 Called by the decoders. One fused matmul replaces two or three: on a small CPU model a step costs as much in calls as
-in arithmetic.
+in arithmetic. On the CPU a few rows times a large matrix cost mostly the packing of that matrix, which the plain product repeats
+at every call; `PackedWeight` keeps it packed.
 """
 
 from __future__ import annotations
@@ -15,32 +16,69 @@ from torch.nn import functional
 from areno.weights.names import ParameterTable
 
 
+class PackedWeight:
+    """A copy of a weight in the layout that oneDNN multiplies fastest, made anew whenever the table rebuilds what derives.
+
+    Its products give a row the same bits at any number of rows (a test holds it to that).
+    """
+
+    __slots__ = ("_packed", "_weight")
+
+    def __init__(self, table: ParameterTable, name: str, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self._packed = weight
+        table.register_derived(f"{name}.packed", self._rebuild)
+
+    @staticmethod
+    def is_possible(table: ParameterTable) -> bool:
+        """Whether weights of this table can be packed: fp32 on a CPU whose torch has oneDNN."""
+        on_cpu = table.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        return on_cpu and table.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+    def _rebuild(self) -> None:
+        with torch.inference_mode(False):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Project. Shapes: x [T, in] -> [T, out]."""
+        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return projected
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W^T + b. Shapes: weight [out, in], bias [out] or None."""
+    """y = x W^T + b. Shapes: weight [out, in], bias [out] or None; `packed` multiplies in its place."""
 
     weight: torch.Tensor
     weight_transposed: torch.Tensor
     bias: torch.Tensor | None
+    packed: PackedWeight | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project. Shapes: x [T, in] -> [T, out]."""
+        if self.packed is not None:
+            return self.packed(x, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """Add the projection of `x` to `residual`. Shapes: [T, out] and [T, in]. Mutates: residual.
 
-        In fp32 the addition rides in the matmul. In bf16 it does not: the projection is rounded before it is added,
+        In fp32 the addition may ride in the matmul. In bf16 it does not: the projection is rounded before it is added,
         as in Hugging Face's models.
         """
-        if self.bias is None and residual.dtype == torch.float32:
+        if self.packed is None and self.bias is None and residual.dtype == torch.float32:
             residual.addmm_(x, self.weight_transposed)
         else:
-            residual.add_(functional.linear(x, self.weight, self.bias))
+            residual.add_(self(x))
 
 
-def allocate_linear(table: ParameterTable, module: str, name: str, parts: Mapping[str, int], in_size: int, *, bias: bool) -> Linear:
-    """Allocate projection `module`.`name`, made of the checkpoint's projections `parts` (name -> rows) in order."""
+def allocate_linear(
+    table: ParameterTable, module: str, name: str, parts: Mapping[str, int], in_size: int, *, bias: bool, pack: bool
+) -> Linear:
+    """Allocate projection `module`.`name`, made of the checkpoint's projections `parts` (name -> rows) in order.
+
+    `pack` keeps a packed copy where that is possible.
+    """
     out_size = sum(parts.values())
     tensors = {}
     for kind, shape in (("weight", (out_size, in_size)), ("bias", (out_size,))):
@@ -48,4 +86,5 @@ def allocate_linear(table: ParameterTable, module: str, name: str, parts: Mappin
             continue
         rows = {f"{module}.{part}.{kind}": count for part, count in parts.items()}
         tensors[kind] = table.allocate(f"{module}.{name}.{kind}", shape, rows)
-    return Linear(tensors["weight"], tensors["weight"].t(), tensors.get("bias"))
+    packed = PackedWeight(table, f"{module}.{name}", tensors["weight"]) if pack and PackedWeight.is_possible(table) else None
+    return Linear(tensors["weight"], tensors["weight"].t(), tensors.get("bias"), packed)

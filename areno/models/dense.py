@@ -51,20 +51,21 @@ class DenseLayer:
 class DenseDecoder:
     """A decoder of one family, for inference only. `table` owns its weights."""
 
-    __slots__ = ("config", "embedding", "head", "layers", "norm", "rotary", "table")
+    __slots__ = ("_pack_weights", "config", "embedding", "head", "layers", "norm", "rotary", "table")
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, num_positions: int):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, num_positions: int, pack_weights: bool):
         self.config = config
         self.table = ParameterTable(dtype, device)
         weight = self.table.allocate(EMBEDDING_NAME, (config.vocab_size, config.hidden_size))
         self.embedding = Embedding(weight)
+        self._pack_weights = pack_weights
         self.layers = [self._allocate_layer(index) for index in range(config.num_layers)]
         self.norm = self._allocate_norm("model.norm.weight")
         if config.tie_word_embeddings:
             self.table.tie(HEAD_NAME, EMBEDDING_NAME)
         else:
             weight = self.table.allocate(HEAD_NAME, (config.vocab_size, config.hidden_size))
-        self.head = Head(self.table, weight)
+        self.head = Head(self.table, weight, pack=pack_weights)
         self.rotary = RotaryTable(config.head_dim, config.rope, num_positions, dtype=dtype, device=device)
 
     def _allocate_norm(self, name: str) -> RMSNorm:
@@ -72,7 +73,7 @@ class DenseDecoder:
         return RMSNorm(self.table.allocate(name, (config.hidden_size,)), config.rms_norm_eps, config.hidden_size)
 
     def _allocate_layer(self, index: int) -> DenseLayer:
-        config, table = self.config, self.table
+        config, table, pack = self.config, self.table, self._pack_weights
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -81,12 +82,12 @@ class DenseDecoder:
         hidden = {"down_proj": config.hidden_size}
         return DenseLayer(
             attention_norm=self._allocate_norm(f"{prefix}.input_layernorm.weight"),
-            qkv=allocate_linear(table, attention, "qkv_proj", qkv, config.hidden_size, bias=config.attention_bias),
+            qkv=allocate_linear(table, attention, "qkv_proj", qkv, config.hidden_size, bias=config.attention_bias, pack=pack),
             qk_norm=self._allocate_qk_norm(attention) if config.qk_norm else None,
-            output=allocate_linear(table, attention, "o_proj", {"o_proj": config.hidden_size}, q_size, bias=config.output_bias),
+            output=allocate_linear(table, attention, "o_proj", {"o_proj": config.hidden_size}, q_size, bias=config.output_bias, pack=pack),
             mlp_norm=self._allocate_norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=allocate_linear(table, mlp, "gate_up_proj", gate_up, config.hidden_size, bias=config.mlp_bias),
-            down=allocate_linear(table, mlp, "down_proj", hidden, config.intermediate_size, bias=config.mlp_bias),
+            gate_up=allocate_linear(table, mlp, "gate_up_proj", gate_up, config.hidden_size, bias=config.mlp_bias, pack=pack),
+            down=allocate_linear(table, mlp, "down_proj", hidden, config.intermediate_size, bias=config.mlp_bias, pack=pack),
         )
 
     def _allocate_qk_norm(self, attention: str) -> RMSNorm:

@@ -13,7 +13,7 @@ PARTS = {"q_proj": 6, "k_proj": 4, "v_proj": 4}
 
 def fused(dtype: torch.dtype, *, bias: bool) -> tuple[Linear, ParameterTable]:
     table = ParameterTable(dtype, torch.device("cpu"))
-    linear = allocate_linear(table, "model.layers.0.self_attn", "qkv_proj", PARTS, 8, bias=bias)
+    linear = allocate_linear(table, "model.layers.0.self_attn", "qkv_proj", PARTS, 8, bias=bias, pack=False)
     generator = torch.Generator().manual_seed(0)
     for view in table.views.values():
         view.copy_(torch.randn(view.shape, generator=generator))
@@ -41,3 +41,29 @@ def test_adding_to_a_residual_is_projecting_and_adding(dtype: torch.dtype, bias:
         assert torch.equal(residual, expected), "bf16 rounds the projection before it is added"
     else:
         torch.testing.assert_close(residual, expected)
+
+
+@pytest.mark.parametrize("size", [(960, 576), (576, 1536), (14, 8), (264, 128)])
+def test_packed_products_give_a_row_the_same_bits_at_any_number_of_rows(size: tuple[int, int]) -> None:
+    out_size, in_size = size
+    table = ParameterTable(torch.float32, torch.device("cpu"))
+    linear = allocate_linear(table, "m", "p", {"p": out_size}, in_size, bias=False, pack=True)
+    linear.weight.normal_()
+    table.rebuild_derived()
+    x = torch.randn(300, in_size)
+    whole = linear(x)
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, linear.weight))
+    if linear.packed is None:
+        pytest.skip("this torch has no oneDNN")
+    for rows in (1, 2, 3, 4, 5, 8, 16, 17, 24, 64, 100, 256):
+        assert torch.equal(linear(x[:rows].contiguous()), whole[:rows]), f"{rows} rows"
+
+
+def test_a_packed_weight_follows_its_weight_when_the_table_rebuilds() -> None:
+    table = ParameterTable(torch.float32, torch.device("cpu"))
+    linear = allocate_linear(table, "m", "p", {"p": 16}, 32, bias=False, pack=True)
+    x = torch.randn(4, 32)
+    for _ in range(2):
+        linear.weight.normal_()
+        table.rebuild_derived()
+        torch.testing.assert_close(linear(x), x @ linear.weight.t())
