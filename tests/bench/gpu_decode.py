@@ -56,7 +56,7 @@ def measure(
     rows = []
     for mode in modes:
         for batch in batches:
-            _wall(engine, batch, 8, MODES[mode], rng)
+            _wall(engine, batch, STEPS + 1, MODES[mode], rng)
             steps = []
             for _ in range(repeats):
                 short, long = (_wall(engine, batch, outputs, MODES[mode], rng) for outputs in (1, STEPS + 1))
