@@ -18,6 +18,7 @@ import torch
 
 _U64 = (1 << 64) - 1
 _LARGEST_U = 1.0 - 2.0**-24
+_PART_ELEMENTS = 1 << 17
 _GAMMA, _M1, _M2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _F1, _F2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -71,13 +72,18 @@ def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, ids_V: torch.Tensor
     Tensors of another device take the way over the host: that is for comparisons only.
     """
     keys_B = keys(seeds_B.cpu().numpy().view(np.uint64), positions_B.cpu().numpy().astype(np.uint64))
-    h = hashes(keys_B, ids_V.cpu().numpy().view(np.uint32))
-    # Exact in float64, so that the float32 is the correctly rounded (h + 1/2) * 2^-32.
-    minus_u = h.astype(np.float64)
-    minus_u += 0.5
-    minus_u *= -(2.0**-32)
-    noise = torch.from_numpy(minus_u.astype(np.float32)).to(seeds_B.device).clamp_(min=-_LARGEST_U)
-    return noise.log1p_().neg_().log_().neg_()
+    ids = ids_V.cpu().numpy().view(np.uint32)
+    noise = torch.empty((keys_B.size, ids.size))
+    # In parts that the caches hold: a large vocabulary goes through a dozen passes.
+    width = max(_PART_ELEMENTS // max(keys_B.size, 1), 1)
+    for start in range(0, ids.size, width):
+        # Exact in float64, so that the float32 is the correctly rounded (h + 1/2) * 2^-32.
+        minus_u = hashes(keys_B, ids[start : start + width]).astype(np.float64)
+        minus_u += 0.5
+        minus_u *= -(2.0**-32)
+        part = torch.from_numpy(minus_u.astype(np.float32)).clamp_(min=-_LARGEST_U)
+        noise[:, start : start + width] = part.log1p_().neg_().log_().neg_()
+    return noise.to(seeds_B.device)
 
 
 def numpy_hashes(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
