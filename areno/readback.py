@@ -24,13 +24,15 @@ KEPT_OVERFLOW = f"more than {MAX_KEPT} ids tie at the filter's threshold, so the
 class LaunchNews:
     """What one launch said. Shapes: `seats`, `tokens`, `status` [n], one per delivered token, in the output's order.
 
-    `broken` names the seats that failed in this launch and why; `starved` counts lanes that had no page.
+    `ended` names the places in them whose row is done, `broken` the seats that failed in this launch and why; `starved` counts
+    lanes that had no page.
     """
 
     output: StepOutput
     seats: np.ndarray
     tokens: np.ndarray
     status: np.ndarray
+    ended: np.ndarray
     broken: tuple[tuple[int, str], ...]
     starved: int
 
@@ -68,7 +70,15 @@ def read_launch(seats: Seats, result: LaunchResult) -> LaunchNews:
         kept_counts=kept_counts,
         kept_ids=kept_ids,
     )
-    return LaunchNews(output=output, seats=told, tokens=tokens, status=status, broken=broken, starved=starved)
+    return LaunchNews(
+        output=output,
+        seats=told,
+        tokens=tokens,
+        status=status,
+        ended=np.flatnonzero(status > LaneStatus.TOKEN),
+        broken=broken,
+        starved=starved,
+    )
 
 
 def _good(seats: Seats, result: LaunchResult, lanes: np.ndarray, told: np.ndarray, raw_logprobs: np.ndarray) -> np.ndarray | None:

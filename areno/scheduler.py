@@ -556,9 +556,7 @@ class Scheduler:
             self.counters["moves"] += 1
 
     def _close_ended(self, news: LaunchNews) -> None:
-        if news.status.size and news.status.max() == LaneStatus.TOKEN:
-            return
-        for place in np.flatnonzero(news.status != LaneStatus.TOKEN):
+        for place in news.ended:
             live = self._by_seat[int(news.seats[place])]
             stopped = news.status[place] == LaneStatus.STOPPED
             if live.phase is Phase.CLOSING:

@@ -77,6 +77,7 @@ class Rows:
         "_free",
         "_last_token",
         "_length",
+        "_min_p",
         "_page_size",
         "_place",
         "_remaining",
@@ -86,6 +87,9 @@ class Rows:
         "_steps",
         "_stop_wait",
         "_tables_by_width",
+        "_temperature",
+        "_top_k",
+        "_top_p",
         "generation",
         "state",
     )
@@ -94,7 +98,8 @@ class Rows:
         self.state, self._page_size, self._slots = state, page_size, slots
         device = state.ints.device
         self._last_token, self._length, self._remaining, self._stop_wait = state.ints[:4].unbind()
-        self._sampling_slot, self.generation = state.ints[4], state.ints[7]
+        self._sampling_slot, self._top_k, self.generation = state.ints[4], state.ints[6], state.ints[7]
+        self._temperature, self._top_p, self._min_p = state.floats.unbind()
         self._counters = state.ints[_COUNTERS]
         self._steps = torch.tensor([[1], [-1], [-1]], dtype=torch.int32, device=device)
         count, entries = state.page_table.shape
@@ -133,13 +138,12 @@ class Rows:
 
     def params(self, *, slots: bool) -> LaneParams:
         """Sampling state of the lanes; `slots` says whether some of them hold a sampling slot."""
-        temperature, top_p, min_p = self.state.floats.unbind()
         held = self._sampling_slot.to(torch.int64) if slots else self._free
         return LaneParams(
-            temperature=temperature,
-            top_k=self.state.ints[6],
-            top_p=top_p,
-            min_p=min_p,
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
             seeds=self.state.seed,
             positions=self._length + 1,
             stop_ids=self.state.stop_ids,
