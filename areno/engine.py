@@ -24,7 +24,7 @@ from areno.canary import CanaryGaps, CanaryProof
 from areno.config import EngineConfig, resolve
 from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
-from areno.rank import build_rank, check_host_memory, fill_randomly, find_device, measure_device
+from areno.rank import build_rank, check_host_memory, check_kernels, device_failure, fill_randomly, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
@@ -81,6 +81,8 @@ class Engine:
         )
         if device.type == "cpu":
             check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
+        else:
+            check_kernels(config, resolved, model_config)
         rank = build_rank(config, resolved, model_config, device)
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
@@ -151,7 +153,19 @@ class Engine:
         return self._scheduler.cancel(request_id, kind=kind, detail=detail)
 
     def step(self) -> StepOutput:
-        """Plan, launch at most one prefill and one decode, and return what has become known."""
+        """Plan, launch at most one prefill and one decode, and return what has become known.
+
+        Raises: EngineFailure if the device fails; the engine is of no use afterwards.
+        """
+        try:
+            return self._step()
+        except RuntimeError as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _step(self) -> StepOutput:
         started = time.perf_counter()
         outputs: list[StepOutput] = []
         last_launch = self._ring.last_launch
@@ -168,8 +182,18 @@ class Engine:
         return output
 
     def collect(self) -> StepOutput:
-        """Return what the launches already made have said, making none: what a paused engine still has to tell."""
-        return _join(self._read(drain=True), self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
+        """Return what the launches already made have said, making none: what a paused engine still has to tell.
+
+        Raises: EngineFailure, as `step`.
+        """
+        try:
+            read = self._read(drain=True)
+        except RuntimeError as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+        return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest."""

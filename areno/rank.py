@@ -17,7 +17,7 @@ from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables
-from areno.errors import InvalidConfig
+from areno.errors import EngineFailure, InvalidConfig, UnsupportedModel
 from areno.executor import Executor
 from areno.forward import Forward
 from areno.kv.store import KVStore
@@ -76,6 +76,55 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
             remedy="free memory on the device, raise gpu_memory_fraction, lower max_rows, or take a larger device",
         )
     return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room)
+
+
+def check_kernels(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> None:
+    """Refuse what the kernels of a CUDA device do not take, by name. Raises: UnsupportedModel, InvalidConfig."""
+    powers = (16, 32, 64, 128, 256)
+    if model.head_dim not in powers:
+        raise UnsupportedModel(
+            f"head_dim={model.head_dim} is not for the kernels of a CUDA device",
+            field="head_dim",
+            value=model.head_dim,
+            limit=f"they take {', '.join(map(str, powers))}",
+            remedy="serve this model with device='cpu'",
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(model, name) % 16:
+            raise UnsupportedModel(
+                f"{name}={getattr(model, name)} is not for the kernels of a CUDA device",
+                field=name,
+                value=getattr(model, name),
+                limit="they take multiples of 16",
+                remedy="serve this model with device='cpu'",
+            )
+    if resolved.page_size & (resolved.page_size - 1) or resolved.page_size < 16:
+        raise InvalidConfig(
+            f"page_size={resolved.page_size} is not for the kernels of a CUDA device",
+            field="page_size",
+            value=resolved.page_size,
+            limit="they take powers of two from 16 on",
+            remedy="leave page_size out, or use device='cpu'",
+        )
+    if config.decode_tables == "rebuilt":
+        raise InvalidConfig(
+            "decode_tables='rebuilt' does not run on a CUDA device yet",
+            field="decode_tables",
+            value="rebuilt",
+            limit="there: resident",
+            remedy="leave decode_tables out, or use device='cpu'",
+        )
+
+
+def device_failure(error: RuntimeError) -> EngineFailure | None:
+    """Return what a failed step of a CUDA device means to callers; None for errors that the device did not cause."""
+    if isinstance(error, torch.OutOfMemoryError):
+        remedy = "restart with a lower gpu_memory_fraction, fewer max_rows or fewer max_prefill_tokens"
+    elif "CUDA" in str(error):
+        remedy = "restart the engine: after such an error the process cannot use the device; check the driver's log if it comes again"
+    else:
+        return None
+    return EngineFailure(f"the device failed in the middle of a step: {str(error).splitlines()[0]}", field="device", remedy=remedy)
 
 
 def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes: int) -> None:

@@ -3,8 +3,8 @@
 How a row is cut, and the order in which its chunks are merged, depend on its own length alone, so a row's bits are equal in
 any company. Chunks reach programs in two ways: a plain grid with a bound on the chunks of a lane, whose programs beyond a
 lane's last chunk end at once, or a fixed number of programs that walk over a work list which `build_work_list` makes once
-per step for all layers. Both give the same bits. Chunks of a row are merged by the last of them to arrive, or in a launch
-of its own; the count of arrivals is zero again when a launch ends.
+per step for all layers. Both give the same bits. Chunks of a row are merged by the last of them to arrive; the count of
+arrivals is zero again when a launch ends.
 
 A lane that does not run attends to one token of page 0. Tokens at or beyond a row's length are never read. The fused form
 takes the layer's raw projection instead of q: every program norms and rotates its query heads, that of the last chunk also
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from areno.kernels.chunk import CHUNK_BITS, combine_kernel, decode_kernel, work_kernel
+from areno.kernels.chunk import CHUNK_BITS, decode_kernel, work_kernel
 
 LOG2E = math.log2(math.e)
 COMBINED_AT_ONCE = 8
@@ -33,22 +33,18 @@ class Tiling:
     """How rows are cut and chunks are computed; one engine keeps to one, since a row's bits depend on it.
 
     A row is cut into chunks of `short_chunk` tokens; while that makes more than `split` of them, the chunk doubles, up to
-    `long_chunk`. A chunk is read `block` tokens at a time. Of a plain grid each program first asks for `prefetch` tokens to
-    come to the L2, under programmatic launch while the kernel before it still runs. `dot` takes the matrix units, with the query
-    heads of a kv head padded to 16; otherwise products are summed head by head.
+    `long_chunk`. A chunk is read `block` tokens at a time.
     """
 
     short_chunk: int = 512
     long_chunk: int = 512
     split: int = 2
     block: int = 64
-    dot: bool = True
     num_warps: int = 2
     num_stages: int = 2
-    prefetch: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("short_chunk", "long_chunk", "block", "prefetch"):
+        for name in ("short_chunk", "long_chunk", "block"):
             value = getattr(self, name)
             assert value & (value - 1) == 0, f"{name}={value} is not a power of two"
         assert self.block <= self.short_chunk <= self.long_chunk, "a chunk holds at least one block"
@@ -160,14 +156,13 @@ def decode_attention(
     window: int = 0,
     work: WorkList | None = None,
     num_programs: int = 0,
-    separate: bool = False,
     tiling: Tiling = TILING,
     pdl: bool = False,
 ) -> None:
     """Attend with one query per lane to the tokens of its row, this step's included.
 
     With `work`, `num_programs` programs walk over that list; without, the grid has `max_chunks` chunks for each lane (no row
-    may have more). `separate` merges chunks in a second launch.
+    may have more).
 
     Shapes: `q_BHD` and `out_BHD` [B, H, D]; `keys` and `values` [N, G, K, D] in any strides with D contiguous; `page_table_RP` [R, P];
     `lengths_B` int32 >= 1, `running_B` bool or uint8. `window` 0 sees all tokens.
@@ -176,7 +171,7 @@ def decode_attention(
     assert q_BHD.shape == out_BHD.shape and q_BHD.is_contiguous() and q_BHD.dtype == keys.dtype, f"q has shape {tuple(q_BHD.shape)}"
     _launch(
         q_BHD, None, None, 0.0, keys, values, page_table_RP, lengths_B, running_B, out_BHD, workspace,
-        scale=scale, max_chunks=max_chunks, window=window, work=work, num_programs=num_programs, separate=separate, tiling=tiling, pdl=pdl,
+        scale=scale, max_chunks=max_chunks, window=window, work=work, num_programs=num_programs, tiling=tiling, pdl=pdl,
     )  # fmt: skip
 
 
@@ -198,7 +193,6 @@ def decode_attention_fused(
     window: int = 0,
     work: WorkList | None = None,
     num_programs: int = 0,
-    separate: bool = False,
     tiling: Tiling = TILING,
     pdl: bool = False,
 ) -> None:
@@ -216,7 +210,7 @@ def decode_attention_fused(
         assert qk_norm_weight.shape == (num_heads + num_kv_heads, head_dim) and qk_norm_weight.is_contiguous()
     _launch(
         qkv_BC, qk_norm_weight, angles, eps, keys, values, page_table_RP, lengths_B, running_B, out_BHD, workspace,
-        scale=scale, max_chunks=max_chunks, window=window, work=work, num_programs=num_programs, separate=separate, tiling=tiling, pdl=pdl,
+        scale=scale, max_chunks=max_chunks, window=window, work=work, num_programs=num_programs, tiling=tiling, pdl=pdl,
     )  # fmt: skip
 
 
@@ -238,7 +232,6 @@ def _launch(
     window: int,
     work: WorkList | None,
     num_programs: int,
-    separate: bool,
     tiling: Tiling,
     pdl: bool,
 ) -> None:
@@ -259,15 +252,8 @@ def _launch(
         q, keys, values, page_table_RP, lengths_B, running_B, out_BHD, workspace.partials, workspace.states, workspace.arrivals,
         weight, angles, None if work is None else work.items, None if work is None else work.count,
         scale * LOG2E, eps, page_table_RP.stride(0), workspace.partials.shape[2], keys.stride(0), keys.stride(1), keys.stride(2),
-        K=num_kv_heads, SHARE=share, G=page_size, D=head_dim, HEADS=max(width, 16) if tiling.dot else width, WIDTH=width,
-        WINDOW=window, BLOCK=tiling.block, SHORT=tiling.short_chunk, DOUBLINGS=tiling.doublings, SPLIT=tiling.split,
-        STAGES=tiling.num_stages, AT_ONCE=COMBINED_AT_ONCE, DOT=tiling.dot, FUSED=angles is not None, NORM=weight is not None,
-        INLINE=not separate, LISTED=work is not None, PREFETCH=tiling.prefetch if q.is_cuda else 0, PDL=pdl,
+        K=num_kv_heads, SHARE=share, G=page_size, D=head_dim, HEADS=max(width, 16), WIDTH=width, WINDOW=window,
+        BLOCK=tiling.block, SHORT=tiling.short_chunk, DOUBLINGS=tiling.doublings, SPLIT=tiling.split, STAGES=tiling.num_stages,
+        AT_ONCE=COMBINED_AT_ONCE, FUSED=angles is not None, NORM=weight is not None, LISTED=work is not None, PDL=pdl,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=MAX_REGISTERS if tiling.num_warps == 4 else None, **extra,
     )  # fmt: skip
-    if separate:
-        combine_kernel[(num_kv_heads, lanes)](
-            workspace.partials, workspace.states, out_BHD, lengths_B, running_B, workspace.partials.shape[2],
-            K=num_kv_heads, SHARE=share, D=head_dim, WIDTH=width, WINDOW=window, BLOCK=tiling.block, SHORT=tiling.short_chunk,
-            DOUBLINGS=tiling.doublings, SPLIT=tiling.split, AT_ONCE=COMBINED_AT_ONCE, PDL=pdl, **extra,
-        )  # fmt: skip

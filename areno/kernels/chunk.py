@@ -1,18 +1,15 @@
 """The Triton code behind `areno.kernels.attention`: how a row is cut, how a chunk is attended to, how chunks are merged.
 
-One item of work is (lane, kv head, chunk). `_item` does one: it attends over the chunk's tokens on the matrix units or head
-by head, then `_finish` writes the output of a row of one chunk, or leaves a partial result and, as the last to arrive,
-merges all of them in the order of chunks. `decode_kernel` hands items to programs by a plain grid or from a work list,
-which `work_kernel` makes; `combine_kernel` merges in a launch of its own. It is long for a file since all forms share one
-body, whose arguments Triton wants named one by one.
+One item of work is (lane, kv head, chunk). `_item` does one: it attends over the chunk's tokens on the matrix units, with
+the query heads of a kv head padded to 16, then `_finish` writes the output of a row of one chunk, or leaves a partial
+result and, as the last to arrive, merges all of them in the order of chunks. `decode_kernel` hands items to programs by a
+plain grid or from a work list, which `work_kernel` makes.
 
 Invariant: a row's cut and every order of summation depend on its own length alone. Tokens at or beyond it are never read.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
 # Triton gives a kernel's arguments their types at each launch.
-
-# Triton knows no starred tuples.
 
 import triton
 import triton.language as tl
@@ -67,31 +64,9 @@ def _within_block(stride_token, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _prefetch(
-    keys, values, page_table, lengths, lane, kv_head, index, width, stride_page, stride_token, stride_head,
-    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr,
-    SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first tokens of a chunk to be brought into the L2. It may read the state of the step before: a hint only."""
-    length = tl.maximum(tl.load(lengths + lane, volatile=True), 1)
-    first, chunk, _ = _cut(length, WINDOW, BLOCK, SHORT, DOUBLINGS, SPLIT)
-    begin = first + index * chunk
-    if begin < length:
-        LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = 1 if D < LINE else D // LINE
-        token = tl.minimum(begin + tl.arange(0, TOKENS), length - 1)
-        page = tl.load(page_table + lane.to(tl.int64) * width + token // G).to(tl.int64)
-        place = (page * stride_page + (token % G) * stride_token + kv_head * stride_head)[:, None] + tl.arange(0, LINES)[None, :] * LINE
-        for store in tl.static_range(2):
-            address = ((keys if store == 0 else values) + place).to(tl.int64)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _attend_dot(
+def _attend(
     q, keys, values, table, running, begin, end, floor, m, total, acc, scale,
-    stride_page, stride_token, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    stride_page, stride_token, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge tokens [begin, end) that are not below `floor` into the state of all heads, products on the matrix units."""
     row = tl.arange(0, BLOCK)
@@ -116,47 +91,6 @@ def _attend_dot(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return m, tl.sum(sums, 1), acc
-
-
-@triton.jit
-def _attend_plain(
-    q, keys, values, table, running, begin, end, floor, m, total, acc, scale,
-    stride_page, stride_token, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Do as `_attend_dot`, with products summed head by head in fp32."""
-    row = tl.arange(0, BLOCK)
-    head = tl.arange(0, HEADS)
-    maxima, sums, sides, queries = (), (), (), ()
-    for h in tl.static_range(SHARE):
-        maxima = maxima + (tl.sum(tl.where(head == h, m, 0.0), 0),)
-        sums = sums + (tl.where(row == 0, tl.sum(tl.where(head == h, total, 0.0), 0), 0.0),)
-        sides = sides + (tl.sum(tl.where(head[:, None] == h, acc, 0.0), 0),)
-        queries = queries + (tl.sum(tl.where(head[:, None] == h, q.to(tl.float32), 0.0), 0) * scale,)
-    within = _within_block(stride_token, G, D, BLOCK)
-    page = _load_pages(table, begin, end, row, G, BLOCK)
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        base = _block_base(page, running, start, row, stride_page, stride_token, G, BLOCK)
-        page = _load_pages(table, start + BLOCK, end, row, G, BLOCK)
-        token = start + row
-        seen = (token >= floor) & (token < end)
-        k = tl.load(keys + base + within, mask=seen[:, None], other=0.0).to(tl.float32)
-        v = tl.load(values + base + within, mask=seen[:, None], other=0.0).to(tl.float32)
-        new_maxima, new_sums, new_sides = (), (), ()
-        for h in tl.static_range(SHARE):
-            scores = tl.where(seen, tl.sum(k * queries[h][None, :], 1), float("-inf"))
-            m_new = tl.maximum(maxima[h], tl.max(scores, 0))
-            alpha = tl.exp2(maxima[h] - m_new)
-            p = tl.exp2(scores - m_new)
-            new_maxima = new_maxima + (m_new,)
-            new_sums = new_sums + (sums[h] * alpha + p,)
-            new_sides = new_sides + (sides[h] * alpha + tl.sum(p[:, None] * v, 0),)
-        maxima, sums, sides = new_maxima, new_sums, new_sides
-    for h in tl.static_range(SHARE):
-        m = tl.where(head == h, maxima[h], m)
-        total = tl.where(head == h, tl.sum(sums[h], 0), total)
-        acc = tl.where(head[:, None] == h, sides[h][None, :], acc)
-    return m, total, acc
 
 
 @triton.jit
@@ -194,7 +128,7 @@ def _combine(
 @triton.jit
 def _finish(
     m, total, acc, lane_head, index, parts, out, partials, states, arrivals, max_parts,
-    D: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, INLINE: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Write the output of a row of one chunk; else leave a partial result, and merge all as the last to arrive."""
     column = tl.arange(0, D)[None, :]
@@ -210,13 +144,12 @@ def _finish(
         tl.store(partials + (part * SHARE + head)[:, None] * D + column, acc, mask=present[:, None])
         tl.store(states + part * (2 * SHARE) + head, m, mask=present)
         tl.store(states + part * (2 * SHARE) + SHARE + head, total, mask=present)
-        if INLINE:
-            # All threads' stores precede the one that counts; its acquire and the broadcast order the reads below.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + lane_head, 1, sem="acq_rel", scope="gpu")
-            if arrived == parts - 1:
-                _combine(partials, states, out, lane_head, first_part, parts, D, SHARE, WIDTH, AT_ONCE)
-                tl.store(arrivals + lane_head, 0)
+        # All threads' stores precede the one that counts; its acquire and the broadcast order the reads below.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + lane_head, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            _combine(partials, states, out, lane_head, first_part, parts, D, SHARE, WIDTH, AT_ONCE)
+            tl.store(arrivals + lane_head, 0)
 
 
 @triton.jit
@@ -225,7 +158,7 @@ def _item(
     scale, eps, width, max_parts, stride_page, stride_token, stride_head,
     K: tl.constexpr, SHARE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, INLINE: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Do chunk `index` of a lane's kv head, or nothing when the row has fewer chunks."""
     runs = tl.load(running + lane) != 0
@@ -267,17 +200,10 @@ def _item(
             query = tl.load(q + place, mask=(head < SHARE)[:, None], other=0.0)
         keys += kv_head * stride_head
         values += kv_head * stride_head
-        if DOT:
-            m, total, acc = _attend_dot(
-                query, keys, values, table, runs, begin, end, floor, m, total, acc, scale,
-                stride_page, stride_token, G, D, HEADS, SHARE, BLOCK, STAGES,
-            )  # fmt: skip
-        else:
-            m, total, acc = _attend_plain(
-                query, keys, values, table, runs, begin, end, floor, m, total, acc, scale,
-                stride_page, stride_token, G, D, HEADS, SHARE, BLOCK, STAGES,
-            )  # fmt: skip
-        _finish(m, total, acc, lane_head, index, parts, out, partials, states, arrivals, max_parts, D, HEADS, SHARE, WIDTH, AT_ONCE, INLINE)
+        m, total, acc = _attend(
+            query, keys, values, table, runs, begin, end, floor, m, total, acc, scale, stride_page, stride_token, G, D, BLOCK, STAGES
+        )
+        _finish(m, total, acc, lane_head, index, parts, out, partials, states, arrivals, max_parts, D, HEADS, SHARE, WIDTH, AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["width", "max_parts"])
@@ -286,17 +212,10 @@ def decode_kernel(
     scale, eps, width, max_parts, stride_page, stride_token, stride_head,
     K: tl.constexpr, SHARE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, DOUBLINGS: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, INLINE: tl.constexpr,
-    LISTED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PREFETCH > 0 and not LISTED:
-        _prefetch(
-            keys, values, page_table, lengths, tl.program_id(1), tl.program_id(0), tl.program_id(2), width,
-            stride_page, stride_token, stride_head, G, D, WINDOW, BLOCK, SHORT, DOUBLINGS, SPLIT, PREFETCH,
-        )  # fmt: skip
-    if PDL:
         tl.extra.cuda.gdc_wait()
     if LISTED:
         # Heads are neighbours, since their tokens are: programs that run together read whole lines of the store.
@@ -306,32 +225,15 @@ def decode_kernel(
                 item >> CHUNK_BITS, work % K, item & CHUNK_MASK,
                 q, keys, values, page_table, lengths, running, out, partials, states, arrivals, weight, angles,
                 scale, eps, width, max_parts, stride_page, stride_token, stride_head, K, SHARE, G, D, HEADS, WIDTH, WINDOW, BLOCK,
-                SHORT, DOUBLINGS, SPLIT, STAGES, AT_ONCE, DOT, FUSED, NORM, INLINE,
+                SHORT, DOUBLINGS, SPLIT, STAGES, AT_ONCE, FUSED, NORM,
             )  # fmt: skip
     else:
         _item(
             tl.program_id(1), tl.program_id(0), tl.program_id(2),
             q, keys, values, page_table, lengths, running, out, partials, states, arrivals, weight, angles,
             scale, eps, width, max_parts, stride_page, stride_token, stride_head, K, SHARE, G, D, HEADS, WIDTH, WINDOW, BLOCK,
-            SHORT, DOUBLINGS, SPLIT, STAGES, AT_ONCE, DOT, FUSED, NORM, INLINE,
+            SHORT, DOUBLINGS, SPLIT, STAGES, AT_ONCE, FUSED, NORM,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["max_parts"])
-def combine_kernel(
-    partials, states, out, lengths, running, max_parts,
-    K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    SHORT: tl.constexpr, DOUBLINGS: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    lane = tl.program_id(1)
-    length = tl.where(tl.load(running + lane) != 0, tl.load(lengths + lane), 1)
-    _, _, parts = _cut(length, WINDOW, BLOCK, SHORT, DOUBLINGS, SPLIT)
-    if parts > 1:
-        lane_head = lane * K + tl.program_id(0)
-        _combine(partials, states, out, lane_head, lane_head.to(tl.int64) * max_parts, parts, D, SHARE, WIDTH, AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["num_lanes"])

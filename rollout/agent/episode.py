@@ -23,7 +23,7 @@ import numpy as np
 
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.conversation import Conversation
-from rollout.agent.errors import EpisodeStateError, InvalidEpisode
+from rollout.agent.errors import ChatFormatError, EpisodeStateError, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
@@ -428,5 +428,13 @@ def _checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:
 def _as_messages(observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    items = [observation] if isinstance(observation, (Mapping, ToolResult)) else list(observation)
+    items = [observation] if isinstance(observation, (Mapping, ToolResult)) else observation
+    if not isinstance(items, Sequence) or not all(isinstance(item, (Mapping, ToolResult)) for item in items):
+        raise ChatFormatError(
+            f"an observation is a {type(observation).__name__}",
+            field="observation",
+            value=observation,
+            limit="a string, a message, a ToolResult or a list of those is needed",
+            remedy="pass the environment's answer as text or as messages",
+        )
     return [item.message() if isinstance(item, ToolResult) else item for item in items]

@@ -160,7 +160,9 @@ class _Run:
             return await call_within(timeout_s, f"{kind} {name}", function, *arguments)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:500]}"
-            raise _Broken(Failure(kind=kind, phase=name, text=text, code=getattr(error, "code", None))) from error
+            # What failed in the engine says more than that a request failed.
+            code = getattr(error, "reason_code", None) or getattr(error, "code", None)
+            raise _Broken(Failure(kind=kind, phase=name, text=text, code=code)) from error
         finally:
             self.seconds[name] += time.perf_counter() - started
 

@@ -58,7 +58,7 @@ class TurnSampling:
         return penalised or bool(self.logit_bias)
 
     def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
-        """Return a copy with changes. Raises: InvalidEpisode for an unknown name."""
+        """Return a copy with changes. Raises: InvalidEpisode for an unknown name or a budget that is no number of tokens."""
         known = {item.name for item in dataclasses.fields(self)}
         for name in changes:
             if name not in known:
@@ -68,6 +68,16 @@ class TurnSampling:
                     value=changes[name],
                     limit=f"known: {', '.join(sorted(known))}",
                     remedy="use one of these",
+                )
+        for name in ("max_new_tokens", "min_new_tokens"):
+            value = changes.get(name, 1)
+            if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name == "max_new_tokens")):
+                raise InvalidEpisode(
+                    f"{name}={value!r} is no number of tokens",
+                    field=name,
+                    value=value,
+                    limit="an integer is needed",
+                    remedy=f"pass {name} as an int",
                 )
         return dataclasses.replace(self, **changes)
 

@@ -65,6 +65,7 @@ class IoThread:
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.address, self._name, self._timeout_s = address, name, timeout_s
         self.streams: dict[bytes, StreamRecord] = {}
+        self._cancelling: set[bytes] = set()
         # Streams that one message began together, by that message's id: an error under it is every one's.
         self._groups: dict[bytes, set[StreamRecord]] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
@@ -129,8 +130,17 @@ class IoThread:
         self.post(start)
 
     def cancel(self, request_id: bytes) -> None:
-        """Ask for a generation's end without waiting for the answer."""
-        self.post(lambda: self._send(self._data, encode(Op.CANCEL, new_token(), {"target": request_id})))
+        """Ask for a generation's end without waiting for the answer; asked again where the connection was lost before its end came."""
+
+        def ask() -> None:
+            if request_id in self.streams:
+                self._cancelling.add(request_id)
+            self._send_cancel(request_id)
+
+        self.post(ask)
+
+    def _send_cancel(self, request_id: bytes) -> None:
+        self._send(self._data, encode(Op.CANCEL, new_token(), {"target": request_id}))
 
     def close(self) -> None:
         """End the session and the thread soon; idempotent."""
@@ -249,6 +259,7 @@ class IoThread:
         self._calls.pop(pending.request_id, None)
         if self.streams.get(pending.request_id) is pending:
             del self.streams[pending.request_id]
+            self._cancelling.discard(pending.request_id)
         if isinstance(pending, StreamRecord) and pending.group_id is not None:
             group = self._groups.get(pending.group_id, set())
             group.discard(pending)
@@ -408,6 +419,8 @@ class IoThread:
                 queued.add(id(record.frames))
                 self._send_now(self._data, record.frames)
         self._attach(begun)
+        for request_id in self._cancelling & self.streams.keys():
+            self._send_cancel(request_id)
 
     def _attach(self, records: Iterable[StreamRecord]) -> None:
         records = list(records)

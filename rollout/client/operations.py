@@ -132,15 +132,25 @@ def _ticket(packet: Packet) -> UpdateTicket:
     return UpdateTicket(update_id=body.update_id, version=body.version)
 
 
+def _spec(name: str, spec: Any) -> dict[str, Any]:
+    """Return a manifest's entry as it goes over the wire. Raises: InvalidRequest."""
+    known = isinstance(spec, Mapping) and set(spec) == {"dtype", "shape"} and isinstance(spec["shape"], Sequence)
+    if known and all(isinstance(dim, int) and not isinstance(dim, bool) for dim in spec["shape"]):
+        return {"dtype": spec["dtype"], "shape": list(spec["shape"])}
+    raise InvalidRequest(
+        f"the manifest says {spec!r} of {name}",
+        field=f"manifest.{name}",
+        value=spec,
+        limit="a mapping with dtype and shape (integers) is needed",
+        remedy="name each tensor's dtype and shape, or leave the manifest out",
+    )
+
+
 def weights_begin(
     manifest: Mapping[str, Mapping[str, Any]] | None, *, trainer_step: int | None, restore: int | None, partial: bool
 ) -> Operation[UpdateTicket]:
     """Open an update."""
-    specs = (
-        None
-        if manifest is None
-        else {name: {"dtype": spec["dtype"], "shape": [int(dim) for dim in spec["shape"]]} for name, spec in manifest.items()}
-    )
+    specs = None if manifest is None else {name: _spec(name, spec) for name, spec in manifest.items()}
     fields = {"manifest": specs, "trainer_step": trainer_step, "restore": restore, "partial": partial}
     return Operation(op=Op.WEIGHTS_BEGIN, read=_ticket, fields=fields, control=True)
 

@@ -140,7 +140,7 @@ class Attention:
                 rows.lengths, rows.running, self.work, max_chunks=self.chunks, page_size=PAGE, window=window, tiling=self.tiling, pdl=pdl
             )
 
-    def run(self, rows: Rows, out: torch.Tensor, *, window: int = 0, separate: bool = False, pdl: bool = False) -> None:
+    def run(self, rows: Rows, out: torch.Tensor, *, window: int = 0, pdl: bool = False) -> None:
         """Attend. Mutates: `out`."""
         decode_attention(
             rows.q,
@@ -156,7 +156,6 @@ class Attention:
             window=window,
             work=self.work,
             num_programs=self.programs,
-            separate=separate,
             tiling=self.tiling,
             pdl=pdl,
         )

@@ -25,7 +25,7 @@ import triton
 from torch.nn import functional
 
 from areno.kernels.activation import silu_mul
-from areno.kernels.attention import TILING, Tiling
+from areno.kernels.attention import FEW_ROWS_TILING, TILING, Tiling
 from areno.kernels.norm import add_rms_norm, rms_norm
 from areno.kernels.pages import clear_pages, copy_pages
 from areno.kernels.rope_kv import rope_kv
@@ -38,33 +38,21 @@ EPS = 1e-6
 KV_HEADS, DIM = 8, 128
 
 CONFIGS: dict[str, Tiling] = {
-    "b64 w4 s3": TILING,
-    "b64 w4 s2": replace(TILING, num_stages=2),
-    "b64 w4 s4": replace(TILING, num_stages=4),
-    "b64 w2 s3": replace(TILING, num_warps=2),
-    "b32 w2 s4": replace(TILING, block=32, num_warps=2, num_stages=4),
-    "b32 w1 s3": replace(TILING, block=32, num_warps=1),
-    "b128 w4 s2": replace(TILING, block=128, num_stages=2),
-    "b128 w8 s2": replace(TILING, block=128, num_warps=8, num_stages=2),
-    "c128": replace(TILING, short_chunk=128, split=16),
-    "c256": replace(TILING, split=16),
-    "c512": replace(TILING, short_chunk=512),
-    "c512 s2": replace(TILING, short_chunk=512, num_stages=2),
-    "c1024": replace(TILING, short_chunk=512, long_chunk=1024, split=8),
-    "plain b16 w1": replace(TILING, dot=False, block=16, num_warps=1, num_stages=1),
-    "plain b64 w4": replace(TILING, dot=False, num_warps=4, num_stages=1),
+    "c512 b64 w2 s2": TILING,
+    "c256 b64 w4 s3": FEW_ROWS_TILING,
+    "c512 b64 w4 s3": replace(TILING, num_warps=4, num_stages=3),
+    "c512 b32 w2 s3": replace(TILING, block=32, num_stages=3),
+    "c512 b32 w1 s3": replace(TILING, block=32, num_warps=1, num_stages=3),
 }
-"""Tried with 16 query heads; the names say what differs from the default."""
+"""Timed, first those of the engine; a name holds the first chunk, the block, warps and stages."""
+FUSED_CONFIGS = {"": TILING, ", few rows": FEW_ROWS_TILING}
+CHECKED_TILINGS = (
+    *list(CONFIGS.values())[1:],
+    replace(TILING, block=2 * PAGE, num_warps=4),
+    replace(TILING, short_chunk=128, split=16),
+)
+"""Beside the default: what is timed, blocks of two pages, chunks that double twice."""
 FEW_HEADS, MANY_HEADS = 16, 32
-MANY_CONFIGS = ("b64 w4 s3", "b64 w4 s2", "b64 w2 s3", "b128 w4 s2", "c128", "c512")
-FUSED_CONFIGS = {
-    "": TILING,
-    ", c512": CONFIGS["c512"],
-    ", c128": CONFIGS["c128"],
-    ", prefetch": replace(TILING, prefetch=64),
-    ", c512 prefetch": replace(CONFIGS["c512"], prefetch=128),
-}
-CHECKED_CONFIGS = ("b128 w4 s2", "c128", "plain b16 w1")
 
 Store = tuple[torch.Tensor, torch.Tensor]
 
@@ -121,26 +109,25 @@ def loads() -> list[Load]:
     ]
 
 
-def time_attention(store: Store, heads: int, load: Load, names: tuple[str, ...]) -> Iterator[dict]:
+def time_attention(store: Store, heads: int, load: Load) -> Iterator[dict]:
     """Time every tiling on one load, then the default's other ways to run."""
     sets = place_rows(*store, load.lengths, heads, count=load.sets)
     out = torch.empty_like(sets[0].q)
     traffic = sets[0].traffic + 4 * out.numel()
 
-    def run(tiling: Tiling, config: str, *, listed: int = 0, separate: bool = False, pdl: bool = False) -> dict:
+    def run(tiling: Tiling, config: str, *, listed: int = 0, pdl: bool = False) -> dict:
         attention = Attention(len(load.lengths), heads, KV_HEADS, DIM, max(load.lengths), tiling, listed)
         attention.prepare(sets[0])
 
         def step(index: int) -> None:
-            attention.run(sets[index % load.sets], out, separate=separate, pdl=pdl)
+            attention.run(sets[index % load.sets], out, pdl=pdl)
 
         return measured(f"{load.name} H{heads}", config, traffic, load.launches, step)
 
-    for name in names:
-        yield run(CONFIGS[name], name)
+    for name, tiling in CONFIGS.items():
+        yield run(tiling, name)
         if load.listed:
-            yield run(CONFIGS[name], f"{name} list", listed=programs())
-    yield run(TILING, "combine apart", separate=True)
+            yield run(tiling, f"{name} list", listed=programs())
     yield run(TILING, "pdl", pdl=True)
     whole = sets
     sets = [replace(rows, keys=_heads_outside(rows.keys), values=_heads_outside(rows.values)) for rows in whole]
@@ -180,8 +167,6 @@ def time_fused(store: Store, heads: int, load: Load) -> Iterator[dict]:
     traffic = sets[0].traffic
     for listed in (0, programs())[: 1 + load.listed]:
         for name, tiling in FUSED_CONFIGS.items():
-            if listed and tiling.prefetch:
-                continue
             made = attention(tiling, listed)
             for launch, what in ((two, "rope + attend"), (one, "fused")):
                 for pdl in (True, False)[: 1 + (tiling == TILING)]:
@@ -258,8 +243,8 @@ def time_pages(count: int = 32, layers: int = 28) -> Iterator[dict]:
 def every_timing() -> Iterator[dict]:
     store = allocate_store(17000, KV_HEADS, DIM)
     for load in loads():
-        yield from time_attention(store, FEW_HEADS, load, tuple(CONFIGS))
-        yield from time_attention(store, MANY_HEADS, load, MANY_CONFIGS)
+        for heads in (FEW_HEADS, MANY_HEADS):
+            yield from time_attention(store, heads, load)
     for load in loads()[1:]:
         yield from time_fused(store, FEW_HEADS, load)
     for tokens, heads in ((1, 16), (8, 16), (64, 16), (256, 16), (256, 32), (8192, 16)):
@@ -293,7 +278,6 @@ class Job:
     kv_heads: int = KV_HEADS
     dim: int = DIM
     listed: int = 0
-    separate: bool = False
     pdl: bool = False
     window: int = 0
     fused: bool = False
@@ -301,21 +285,18 @@ class Job:
 
 def jobs() -> list[Job]:
     """List what the checks and timings launch."""
-    named = [(FEW_HEADS, tiling) for tiling in CONFIGS.values()] + [(MANY_HEADS, CONFIGS[name]) for name in MANY_CONFIGS]
-    found = [Job(heads=heads, tiling=tiling, listed=listed) for heads, tiling in named for listed in (0, 1)]
-    shapes = ((FEW_HEADS, 8, 128), (MANY_HEADS, 8, 128), (9, 3, 64), (8, 1, 64))
+    found = []
     for listed in (0, 1):
-        for heads, kv_heads, dim in shapes:
+        for heads, kv_heads, dim in ((FEW_HEADS, 8, 128), (MANY_HEADS, 8, 128), (9, 3, 64), (8, 1, 64)):
             own = Job(heads=heads, tiling=TILING, kv_heads=kv_heads, dim=dim, listed=listed)
-            found += [replace(own, separate=separate, pdl=pdl) for separate, pdl in ((False, False), (True, False), (False, True))]
+            found += [own, replace(own, pdl=True)]
+        found += [Job(heads=heads, tiling=tiling, listed=listed) for heads in (FEW_HEADS, MANY_HEADS) for tiling in CONFIGS.values()]
+        found += [Job(heads=FEW_HEADS, tiling=tiling, listed=listed) for tiling in CHECKED_TILINGS]
         found += [Job(heads=9, tiling=TILING, kv_heads=3, dim=64, listed=listed, pdl=pdl, fused=True) for pdl in (False, True)]
         for tiling in FUSED_CONFIGS.values():
-            if not (listed and tiling.prefetch):
-                own = Job(heads=FEW_HEADS, tiling=tiling, listed=listed)
-                found += [replace(own, pdl=True), replace(own, pdl=True, fused=True), replace(own, fused=True)]
-        for separate in (False, True):
-            found += [Job(heads=FEW_HEADS, tiling=CONFIGS[name], listed=listed, separate=separate) for name in CHECKED_CONFIGS]
-            found.append(Job(heads=FEW_HEADS, tiling=TILING, listed=listed, separate=separate, window=1000))
+            own = Job(heads=FEW_HEADS, tiling=tiling, listed=listed)
+            found += [replace(own, pdl=True), replace(own, pdl=True, fused=True), replace(own, fused=True)]
+        found.append(Job(heads=FEW_HEADS, tiling=TILING, listed=listed, window=1000))
     return list(dict.fromkeys(found))
 
 
@@ -332,7 +313,7 @@ def compile_share(index: int, count: int) -> None:
                 weight = normal(job.heads + job.kv_heads, job.dim) if job.dim == 128 else None
                 attention.run_fused(rows, normal(2, (job.heads + 2 * job.kv_heads) * job.dim), weight, angles, out, pdl=job.pdl)
             else:
-                attention.run(rows, out, window=job.window, separate=job.separate, pdl=job.pdl)
+                attention.run(rows, out, window=job.window, pdl=job.pdl)
         except triton.runtime.errors.OutOfResources:
             continue
     torch.cuda.synchronize()

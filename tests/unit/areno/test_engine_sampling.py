@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,35 @@ def test_score_refuses_what_it_cannot_score(llama: Path, ids: Any) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         make_engine(llama).score(ids)
     assert refusal.value.field == "ids" and refusal.value.remedy
+
+
+def chi_square_excess(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Return how many deviations a chi-square statistic lies above its mean (Wilson and Hilferty 1931). Shapes: [bins] each."""
+    freedom = counts.size - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_four_thousand_seeds_follow_the_models_distribution_rare_ids_included(llama: Path, temperature: float) -> None:
+    draws = 4000
+    engine = make_engine(llama, max_rows=64, max_prefill_tokens=2048)
+    prompt = np.arange(3, 20)
+    asked = [request(seed, prompt, max_new_tokens=1, ignore_eos=True, temperature=temperature, seed=seed) for seed in range(draws)]
+    outputs = run(engine, asked, check=False)
+    tokens = np.array([outputs[seed].ids[0] for seed in range(draws)])
+    vocab = engine.info.vocab_size
+    scored = np.array([engine.score(np.append(prompt, token), temperature=temperature).token_logprobs[-1] for token in range(vocab)])
+    probabilities = np.exp(scored.astype(np.float64))
+    assert abs(probabilities.sum() - 1) < 1e-4
+    order = np.argsort(probabilities)
+    # Ids are pooled from the rarest on until a bin expects ten draws, so that the tail counts as a whole.
+    bins = np.searchsorted(np.arange(10, draws, 10), np.cumsum(probabilities[order]) * draws)
+    _, places = np.unique(bins, return_inverse=True)
+    counts, expected = (np.zeros(places.max() + 1) for _ in range(2))
+    np.add.at(counts, places, np.bincount(tokens, minlength=vocab)[order])
+    np.add.at(expected, places, probabilities[order] * draws)
+    keep = expected >= 5
+    assert keep.sum() >= 8 and expected[0] < 40
+    assert chi_square_excess(counts[keep], expected[keep]) < 4
+    assert abs(counts[0] - expected[0]) < 5 * math.sqrt(expected[0]), "the rarest ids come too often or too rarely"

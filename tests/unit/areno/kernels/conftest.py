@@ -1,5 +1,24 @@
 """Kernels run in Triton's interpreter here, which must be chosen before a kernel is defined."""
 
+from __future__ import annotations
+
 import os
 
+import pytest
+
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def loop_bounds_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a loop run to a loaded bound: the interpreter holds scalars as arrays of one element, which numpy >= 2.4 refuses."""
+    # Here, since the choice above comes before the first import of Triton.
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_also(tensor: type, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_also)

@@ -10,8 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
-
 from areno.kernels.attention import Tiling, WorkList, Workspace, build_work_list, decode_attention, decode_attention_fused
 from areno.kernels.rope_kv import rope_kv
 from areno.layers.rope import Rope
@@ -19,19 +17,6 @@ from areno.layers.rotary import RotaryTable
 
 CPU = torch.device("cpu")
 SMALL = Tiling(short_chunk=8, long_chunk=32, split=2, block=8, num_stages=1)
-PLAIN = replace(SMALL, dot=False)
-
-
-@pytest.fixture(autouse=True)
-def loop_bounds_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a loop run to a loaded bound: the interpreter holds scalars as arrays of one element, which numpy >= 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_also(tensor: type, scope: object) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_also)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +82,7 @@ def reference(case: Case, scale: float, window: int = 0) -> torch.Tensor:
     return out
 
 
-def attend(
-    case: Case, scale: float, *, tiling: Tiling = SMALL, window: int = 0, listed: bool = False, separate: bool = False, spare: int = 0
-) -> torch.Tensor:
+def attend(case: Case, scale: float, *, tiling: Tiling = SMALL, window: int = 0, listed: bool = False, spare: int = 0) -> torch.Tensor:
     lanes, heads, dim = case.q.shape
     chunks = tiling.max_chunks(int(case.lengths.max())) + spare
     workspace = Workspace.allocate(lanes=lanes, num_heads=heads, num_kv_heads=case.keys.shape[2], head_dim=dim, chunks=chunks, device=CPU)
@@ -124,29 +107,26 @@ def attend(
         window=window,
         work=work,
         num_programs=5,
-        separate=separate,
         tiling=tiling,
     )
     assert not workspace.arrivals.any()
     return out
 
 
-@pytest.mark.parametrize("tiling", [SMALL, PLAIN], ids=["dot", "plain"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page", "heads_first"),
     [(4, 2, 16, 8, False), (3, 3, 32, 4, True), (8, 1, 64, 16, True), (7, 1, 16, 8, False)],
 )
-def test_decode_attention_equals_the_reference(tiling: Tiling, heads: int, kv_heads: int, dim: int, page: int, heads_first: bool) -> None:
+def test_decode_attention_equals_the_reference(heads: int, kv_heads: int, dim: int, page: int, heads_first: bool) -> None:
     case = make_case([1, 7, 8, 9, 50], seed=1, heads=heads, kv_heads=kv_heads, dim=dim, page=page, heads_first=heads_first, idle=(1,))
-    out = attend(case, 0.3, tiling=tiling)
+    out = attend(case, 0.3)
     torch.testing.assert_close(out.double(), reference(case, 0.3), rtol=1e-5, atol=1e-5)
     assert (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("tiling", [SMALL, PLAIN], ids=["dot", "plain"])
-def test_half_precision_stays_close(tiling: Tiling) -> None:
+def test_half_precision_stays_close() -> None:
     case = make_case([5, 40], seed=2, dtype=torch.float16)
-    torch.testing.assert_close(attend(case, 0.25, tiling=tiling).double(), reference(case, 0.25), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(attend(case, 0.25).double(), reference(case, 0.25), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16])
@@ -164,8 +144,8 @@ def test_a_window_hides_all_but_the_last_tokens(window: int) -> None:
 def test_every_way_to_run_gives_the_same_bits() -> None:
     case = make_case([3, 8, 50, 66, 20], seed=4, heads=2, kv_heads=1, idle=(4,))
     plain = attend(case, 0.3)
-    for listed, separate in ((True, False), (False, True), (True, True)):
-        assert torch.equal(plain, attend(case, 0.3, listed=listed, separate=separate, spare=3)), f"{listed=} {separate=}"
+    for listed in (False, True):
+        assert torch.equal(plain, attend(case, 0.3, listed=listed, spare=3)), f"{listed=}"
 
 
 def test_a_row_has_the_same_bits_alone_and_in_company() -> None:
@@ -213,8 +193,8 @@ def test_the_work_list_holds_every_chunk_once_and_long_chunks_first() -> None:
     assert (work.items[count:] == -1).all()
 
 
-@pytest.mark.parametrize(("tiling", "norm"), [(SMALL, True), (PLAIN, False)], ids=["dot", "plain"])
-def test_the_fused_form_stores_and_attends_like_two_launches(tiling: Tiling, norm: bool) -> None:
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_fused_form_stores_and_attends_like_two_launches(norm: bool) -> None:
     lengths = [1, 8, 17, 33, 12]
     heads, kv_heads, dim = 4, 2, 16
     case = make_case(lengths, seed=7, idle=(4,))
@@ -229,15 +209,15 @@ def test_the_fused_form_stores_and_attends_like_two_launches(tiling: Tiling, nor
     q = torch.full((len(lengths), heads, dim), math.nan)
     two = replace(case, q=q, keys=case.keys.clone(), values=case.values.clone())
     rope_kv(qkv, positions, slots, angles, weight, q, two.keys, two.values, eps=1e-6)
-    expected = attend(two, 0.3, tiling=tiling)
+    expected = attend(two, 0.3)
 
-    chunks = tiling.max_chunks(max(lengths))
+    chunks = SMALL.max_chunks(max(lengths))
     for listed in (False, True):
         workspace = Workspace.allocate(lanes=len(lengths), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, chunks=chunks, device=CPU)
         work = None
         if listed:
             work = WorkList.allocate(lanes=len(lengths), chunks=chunks, device=CPU)
-            build_work_list(case.lengths, case.running, work, max_chunks=chunks, page_size=8, tiling=tiling)
+            build_work_list(case.lengths, case.running, work, max_chunks=chunks, page_size=8, tiling=SMALL)
         keys, values = case.keys.clone(), case.values.clone()
         out = torch.full_like(q, math.nan)
         decode_attention_fused(
@@ -256,7 +236,7 @@ def test_the_fused_form_stores_and_attends_like_two_launches(tiling: Tiling, nor
             max_chunks=chunks,
             work=work,
             num_programs=4,
-            tiling=tiling,
+            tiling=SMALL,
         )
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         assert (out[4] == 0).all()

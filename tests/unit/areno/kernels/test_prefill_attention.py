@@ -12,24 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
-
 from areno.kernels.prefill_attention import SplitWorkspace, Tiling, cut_blocks, pick_tiling, prefill_attention
 
 SCALE = 0.3
 GARBAGE = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def loop_bounds_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a loop run to a loaded bound: the interpreter holds scalars as arrays of one element, which numpy >= 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_also(tensor: type, scope: object) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_also)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

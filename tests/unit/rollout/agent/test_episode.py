@@ -20,7 +20,7 @@ from rollout.agent import (
     TurnSampling,
     derive_seed,
 )
-from rollout.agent.errors import IncompleteGeneration
+from rollout.agent.errors import ChatFormatError, IncompleteGeneration
 from tests.unit.rollout.agent.byte_tokenizer import CHATML, LLAMA, SMOL, THINKING, control_id, files, find, spelled
 from tests.unit.rollout.agent.fake_client import FakeClient, guarded
 
@@ -405,6 +405,22 @@ def test_minimum_tokens_never_exceed_what_is_left() -> None:
     client = FakeClient([spelled("abc")])
     play(start(client, limits=EpisodeLimits(max_total_tokens=length + 3)), min_new_tokens=10)
     assert client.requests[0][1]["min_new_tokens"] == 3
+
+
+@pytest.mark.parametrize("budget", ["5", 2.5, True])
+def test_a_budget_that_is_no_number_of_tokens_is_refused(budget: Any) -> None:
+    with pytest.raises(InvalidEpisode, match="max_new_tokens") as refusal:
+        play(start(FakeClient([[END]])), max_new_tokens=budget)
+    assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("observation", [None, 5, [3], b"text"])
+def test_an_observation_that_is_no_message_is_refused_and_the_episode_goes_on(observation: Any) -> None:
+    episode = start(FakeClient([[*spelled("a"), END], [*spelled("b"), END]]))
+    play(episode)
+    with pytest.raises(ChatFormatError, match="observation"):
+        episode.observe(observation)
+    assert episode.running and episode.observe("well?")
 
 
 def test_calls_out_of_turn_are_refused_with_a_remedy() -> None:

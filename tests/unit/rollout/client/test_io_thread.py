@@ -133,6 +133,26 @@ def test_a_lost_session_binding_is_continued_and_streams_attach_where_they_were(
         assert info.result(5) == {"live": 2, "engine": None}
 
 
+def test_a_cancel_that_was_lost_with_its_connection_is_asked_again(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        stream = client.stream([1], max_new_tokens=9)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11], seq=1)
+        front.expect(Op.ACK)
+        closing = pool.submit(stream.close)
+        assert front.expect(Op.CANCEL).body.target == request_id  # type: ignore[attr-defined]
+        info = pool.submit(client.stats)
+        call_id = front.expect(Op.STATS).request_id
+        front.send(Op.ERROR, call_id, {"code": "no_session", "what": "who are you"})
+        front.welcome(front.expect(Op.HELLO))
+        front.expect(Op.ATTACH)
+        assert front.expect(Op.CANCEL).body.target == request_id  # type: ignore[attr-defined]
+        front.send(Op.STATS_RESULT, front.expect(Op.STATS).request_id, {"values": {}, "engine": None})
+        front.deltas(request_id, 1, [], seq=2, kind="cancelled")
+        closing.result(5)
+        info.result(5)
+
+
 def test_another_incarnation_fails_what_was_under_way_and_the_client_goes_on(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
     with connected(front, pool) as client:
         lost = pool.submit(client.generate, [1], max_new_tokens=4)

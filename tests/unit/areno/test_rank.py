@@ -1,0 +1,77 @@
+"""What a device refuses, and what its failures mean to callers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areno import EngineConfig, InvalidConfig, UnsupportedModel
+from areno.config import DeviceLimits, resolve
+from areno.errors import EngineFailure
+from areno.models.model_config import read_model_config
+from areno.rank import check_kernels, device_failure, find_device
+from tests.engine_runs import make_engine, request
+from tests.fixtures_models import write_checkpoint
+
+CARD = DeviceLimits(name="cuda:0", kind="cuda", kv_bytes=1 << 34)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_is() -> None:
+    with pytest.raises(InvalidConfig, match="does not exist") as refusal:
+        find_device("cuda:99")
+    assert refusal.value.field == "device" and refusal.value.remedy
+
+
+def test_auto_is_a_cuda_device_if_there_is_one() -> None:
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert find_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "error", "field"),
+    [
+        ({}, {"head_dim": 24}, UnsupportedModel, "head_dim"),
+        ({}, {"hidden_size": 72}, UnsupportedModel, "hidden_size"),
+        ({"page_size": 24}, {"head_dim": 16}, InvalidConfig, "page_size"),
+        ({"decode_tables": "rebuilt"}, {"head_dim": 16}, InvalidConfig, "decode_tables"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_by_name(
+    folder: Path, options: dict[str, Any], changes: dict[str, Any], error: type[Exception], field: str
+) -> None:
+    config = EngineConfig(model=str(folder), device="cuda", **options)
+    model = dataclasses.replace(read_model_config(folder), **changes)
+    resolved = resolve(config, CARD, model_max_len=model.max_position_embeddings, token_kv_elements=1024)
+    with pytest.raises(error, match=field) as refusal:
+        check_kernels(config, resolved, model)
+    assert "cpu" in str(refusal.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")])
+def test_a_device_that_fails_in_a_step_is_a_typed_failure_with_a_remedy(folder: Path, error: RuntimeError) -> None:
+    engine = make_engine(folder)
+
+    class Broken:
+        launch_s, version = 0.0, 0
+
+        def execute(self, command: object) -> None:
+            raise error
+
+    engine._executor = Broken()  # type: ignore[assignment]
+    engine.submit(request(1, [3, 4, 5], max_new_tokens=2))
+    with pytest.raises(EngineFailure, match="middle of a step") as failure:
+        engine.step()
+    assert "restart" in str(failure.value.remedy)
+
+
+def test_an_error_of_another_kind_is_itself() -> None:
+    assert device_failure(RuntimeError("shapes differ")) is None
