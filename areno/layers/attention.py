@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from areno.config import LANE_MULTIPLE
 from areno.kv.store import KVStore
 
 PAD_TOKENS = 64
@@ -68,10 +69,37 @@ def _unfold(out: torch.Tensor, tokens: int) -> torch.Tensor:
     return out.view(batch, num_kv_heads, folded // tokens, tokens, dim).permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, dim)
 
 
-class DecodeAttention:
-    """One query per lane. Shapes: tables [B, P] int64, lengths [B] counting the token of this step; none is above `longest`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaneGroup:
+    """Lanes that attend in one call. Shapes: `lanes` int64 [b], None for all of them; `tables` [b, P]; `bias` [b, 1, 1, P * G]."""
 
-    __slots__ = ("_bias", "_slots", "_store", "_tables", "_windowed")
+    lanes: torch.Tensor | None
+    tables: torch.Tensor
+    bias: torch.Tensor
+    windowed: Mapping[int, torch.Tensor]
+
+
+def _group_lanes(lengths: np.ndarray, longest: int) -> list[np.ndarray] | None:
+    """Part lanes in two by length where that spares a fifth of the tokens read; None where it does not."""
+    if lengths.size < 2 * LANE_MULTIPLE or longest < 2 * PAD_TOKENS:
+        return None
+    widths = -(-lengths // PAD_TOKENS) * PAD_TOKENS
+    order = np.argsort(widths, kind="stable")
+    firsts = np.arange(1, lengths.size)
+    read = firsts * widths[order][firsts - 1] + (lengths.size - firsts) * widths[order][-1]
+    best = int(read.argmin())
+    if read[best] > 0.8 * lengths.size * widths[order][-1]:
+        return None
+    return [order[: best + 1], order[best + 1 :]]
+
+
+class DecodeAttention:
+    """One query per lane. Shapes: tables [B, P] int64, lengths [B] counting the token of this step; none is above `longest`.
+
+    Short lanes attend apart from long ones where that spares reading much padding. Masks are made by the first layer.
+    """
+
+    __slots__ = ("_dtype", "_groups", "_lengths", "_longest", "_slots", "_store", "_tables", "_windows")
 
     def __init__(
         self,
@@ -83,22 +111,45 @@ class DecodeAttention:
         dtype: torch.dtype,
         windows: Mapping[int, int] = NO_WINDOWS,
     ) -> None:
-        self._store, self._slots = store, slots_B
-        page_size = store.page_size
+        self._store, self._slots, self._tables, self._lengths = store, slots_B, tables_BP, lengths_B
+        self._longest, self._dtype, self._windows = longest, dtype, windows
+        self._groups: list[_LaneGroup] = []
+
+    def _make_groups(self) -> list[_LaneGroup]:
+        parts = _group_lanes(self._lengths.numpy(), self._longest)
+        if parts is None:
+            return [self._group(None, self._tables, self._lengths, self._longest)]
+        groups = []
+        for part in parts:
+            lanes = torch.from_numpy(part)
+            lengths = self._lengths[lanes]
+            groups.append(self._group(lanes, self._tables[lanes], lengths, int(lengths.max())))
+        return groups
+
+    def _group(self, lanes: torch.Tensor | None, tables_BP: torch.Tensor, lengths_B: torch.Tensor, longest: int) -> _LaneGroup:
+        page_size = self._store.page_size
         width = min(table_width(longest, page_size), tables_BP.shape[1])
-        self._tables = tables_BP[:, :width]
-        places, hidden, seen = _mask_parts(width * page_size, dtype)
-        self._bias = torch.where(places >= lengths_B[:, None], hidden, seen)[:, None, None, :]
-        self._windowed = _narrow(self._bias, lengths_B[:, None, None, None], windows, longest)
+        places, hidden, seen = _mask_parts(width * page_size, self._dtype)
+        bias = torch.where(places >= lengths_B[:, None], hidden, seen)[:, None, None, :]
+        windowed = _narrow(bias, lengths_B[:, None, None, None], self._windows, longest)
+        return _LaneGroup(lanes=lanes, tables=tables_BP[:, :width], bias=bias, windowed=windowed)
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         self._store.write(layer, self._slots, k_TKD, v_TKD)
-        keys, values = self._store.gather(layer, self._tables)
         batch, heads, dim = q_THD.shape
         kv_heads = k_TKD.shape[1]
         q = q_THD.view(batch, kv_heads, heads // kv_heads, dim)
-        bias = self._windowed.get(layer, self._bias)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(batch, heads, dim)
+        self._groups = self._groups or self._make_groups()
+        out = torch.empty_like(q)
+        for group in self._groups:
+            if group.lanes is None:
+                return self._attend(layer, q, group).reshape(batch, heads, dim)
+            out.index_copy_(0, group.lanes, self._attend(layer, q.index_select(0, group.lanes), group))
+        return out.view(batch, heads, dim)
+
+    def _attend(self, layer: int, q_BKgD: torch.Tensor, group: _LaneGroup) -> torch.Tensor:
+        keys, values = self._store.gather(layer, group.tables)
+        return F.scaled_dot_product_attention(q_BKgD, keys, values, attn_mask=group.windowed.get(layer, group.bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
