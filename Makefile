@@ -34,13 +34,14 @@ DEMO_ARGS ?=
 export PIP_RETRIES
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-seeds test test-long lint format bench clean
+.PHONY: help setup demo demo-seeds test test-long test-gpu lint format bench clean
 
 help:
 	@echo "make demo        set up .venv, then train the embedded tiny model at tic-tac-toe on the CPU (under 5 minutes)"
 	echo "make demo-seeds  the demo with seeds $(SEEDS), each of which must win 15 points more afterwards"
 	echo "make test        lint, format check, types, import contracts and tests; TEST_ARGS='-k name' narrows the tests"
 	echo "make test-long   the tests that 'make test' leaves out; lists them first"
+	echo "make test-gpu    the tests that need a CUDA device, and nothing else; SYSTEM_TORCH=1 for your CUDA build of torch"
 	echo "make lint        the checks without the tests"
 	echo "make format      let ruff rewrite what it can"
 	echo "make bench       a benchmark, one JSON line; BENCH=$(BENCH)"
@@ -126,6 +127,9 @@ test-long: $(STAMP)
 		exit 0
 	fi
 	"$(PY)" -m pytest -m long $(TEST_ARGS)
+
+test-gpu: $(STAMP)
+	@"$(PY)" -m pytest tests/gpu $(TEST_ARGS)
 
 bench: $(STAMP)
 	@"$(PY)" -m tests.bench.$(BENCH) --json

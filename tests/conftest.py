@@ -1,14 +1,20 @@
-"""One thread for every test and every process that a test starts, and no test file that silently collects nothing."""
+"""One thread for every test and every process that a test starts, and no test file that silently collects nothing.
+
+CUDA devices are hidden from all tests but those of tests/gpu, which run by themselves (`make test-gpu`).
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
 
 # Set before anything imports torch or numpy; child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+if not any("tests/gpu" in argument for argument in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -212,7 +212,7 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
         print("looking for SmolLM2; on first use it is converted, which takes half a minute", file=out, flush=True)
     folder = (options.model or prepare(options.gguf).folder).resolve()
     print(f"model {folder.name}: starting the service", file=out, flush=True)
-    with rollout.local(str(folder), dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
+    with rollout.local(str(folder), device="cpu", dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
         classroom = Classroom(client, options)
         playing = time.monotonic()
         results = classroom.play(classroom.tasks(), temperature=options.temperature)

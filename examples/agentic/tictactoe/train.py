@@ -129,7 +129,7 @@ def train(options: Options, run: Run, live: LiveReport, interrupts: Interrupts) 
     seeds = [training_seed(options.seed, step, group) for step in range(options.steps) for group in range(groups)]
     live.phase("starting the service")
     interrupts.arm()
-    with rollout.local(str(options.model), dtype="float32", threads=1, max_rows=64) as client, interrupts.until_here():
+    with rollout.local(str(options.model), device="cpu", dtype="float32", threads=1, max_rows=64) as client, interrupts.until_here():
         table = GameTable(client)
         push = WeightPush(client, model)
         run.initial_version = push.version
