@@ -15,7 +15,7 @@ from rollout.config import default_threads
     ("arguments", "words"),
     [
         (["--dtype", "fp16"], "--dtype='fp16' is not allowed; known: float32, bfloat16; leave --dtype out"),
-        (["--device", "cuda"], "--device='cuda' is not allowed"),
+        (["--device", "tpu"], "--device='tpu' is not allowed; known: auto, cpu, cuda, cuda:N"),
         (["--max-rows", "0"], "--max-rows=0 is not allowed; an integer from 1 to 4096; set --max-rows within it"),
         (["--seed", "-1"], "--seed=-1 is not allowed"),
         (["--lease-s", "-1"], "--lease-s=-1.0 is refused"),
@@ -38,7 +38,7 @@ def test_a_name_of_a_model_is_told_to_be_a_folder_and_how_to_get_one(tmp_path: P
 def test_help_shows_the_defaults_that_apply() -> None:
     text = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output.split())
     assert f"half of the usable cores: {default_threads()} here" in text
-    assert "Requests that decode at the same time. [default: (64)]" in text
+    assert "Requests that decode at the same time. [default: (64 on the CPU, 256 on CUDA)]" in text
 
 
 def test_check_cuts_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.kv.store import KVStore
-from areno.layers.attention import BLOCK_TOKENS, NO_WINDOWS, DecodeAttention, DenseAttention, PrefillAttention, group_chunks
+from areno.layers.attention import BLOCK_TOKENS, NO_WINDOWS, DecodeAttention, DenseAttention, PrefillAttention, _group_lanes, group_chunks
 
 HEADS, KV_HEADS, DIM, G = 6, 2, 16, 16
 
@@ -117,7 +117,8 @@ def test_masks_are_made_for_distinct_widths_that_hide_something_and_shared_by_th
         attention = DecodeAttention(
             store, torch.zeros((4, 4), dtype=torch.int64), torch.full((4,), SINK_PAGE * G), lengths, 40, torch.float32, windows
         )
-        return attention._windowed
+        (group,) = attention._make_groups()
+        return dict(group.windowed)
 
     assert masks(NO_WINDOWS) == {} and masks({3: 40, 5: 99}) == {}
     made = masks({1: 8, 2: 40, 4: 8, 5: 3})
@@ -186,3 +187,30 @@ def test_dense_attention_in_a_window_is_exact_across_its_blocks(window: int) -> 
             expected = _dense(q[start + place], k[start : start + length], v[start : start + length], place, window)
             assert (out[start + place] - expected).abs().max() < 2e-6
         start += length
+
+
+def test_short_lanes_attend_apart_from_long_ones_with_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    pages_of = [1, 1, 1, 2, 1, 12, 13, 1, 2, 1]
+    store = KVStore(num_layers=1, num_pages=64, page_size=16, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
+    store.keys.copy_(torch.randn(store.keys.shape, generator=generator))
+    store.values.copy_(torch.randn(store.values.shape, generator=generator))
+    store.keys[:, 0], store.values[:, 0] = 0.0, 0.0
+    tables, first = torch.zeros((len(pages_of), 16), dtype=torch.int64), 2
+    for lane, count in enumerate(pages_of):
+        tables[lane, :count] = torch.arange(first, first + count)
+        first += count
+    lengths = torch.tensor([16 * count - lane % 5 for lane, count in enumerate(pages_of)], dtype=torch.int32)
+    slots = torch.full((len(pages_of),), SINK_PAGE * 16)
+    q, k, v = (torch.randn((len(pages_of), heads, 8), generator=generator) for heads in (4, 2, 2))
+
+    def attended(lanes: list[int]) -> torch.Tensor:
+        longest = int(lengths[lanes].max())
+        attention = DecodeAttention(store, tables[lanes], slots[lanes], lengths[lanes], longest, torch.float32)
+        return attention(0, q[lanes], k[lanes], v[lanes])
+
+    everyone = list(range(len(pages_of)))
+    assert _group_lanes(lengths.numpy(), int(lengths.max())) is not None, "the lanes are parted"
+    together = attended(everyone)
+    for lane in everyone:
+        assert torch.equal(together[lane], attended([lane] * 4)[0]), f"lane {lane}"
