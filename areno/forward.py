@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from areno.prefill_graphs import PrefillGraphs
 
 SCORE_ROWS = 512
+_PADDING = ((16, LANE_MULTIPLE), (64, 16), (256, 32), (512, 64), (2048, 256), (8192, 1024))
 
 
 def _padded(count: int) -> int:
-    return -(-count // LANE_MULTIPLE) * LANE_MULTIPLE
+    """Round up to one of few sizes, multiples of four: the library keeps half a megabyte of code for each size of a product."""
+    step = next((step for bound, step in _PADDING if count <= bound), _PADDING[-1][1])
+    return -(-count // step) * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
