@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from areno.layers.norm import RMSNorm
 from areno.layers.rope import Rope
 from areno.layers.rotary import RotaryTable
 from tests.gpu.attention_cases import CUDA, PAGE, Attention, allocate_store, gathered, normal, place_rows, programs
+from tests.gpu.graph_time import time_graph
 
 EPS = 1e-6
 KV_HEADS, DIM = 8, 128
@@ -55,25 +55,6 @@ CHECKED_TILINGS = (
 FEW_HEADS, MANY_HEADS = 16, 32
 
 Store = tuple[torch.Tensor, torch.Tensor]
-
-
-def time_graph(step: Callable[[int], object], num_launches: int) -> float:
-    """Return microseconds of one launch: the median over replays of a graph of `num_launches`."""
-    step(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(num_launches):
-            step(index)
-    times = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1000 * statistics.median(times[2:]) / num_launches
 
 
 def measured(name: str, config: str, traffic: float, num_launches: int, step: Callable[[int], object]) -> dict:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ from areno.kernels.linear import (
     linear_add,
 )
 from areno.kernels.norm import rms_norm
+from tests.gpu.graph_time import time_graph
 from tests.gpu.linear_cases import CASES, Case, Trial, label, trials
 
 EPS = 1e-6
@@ -202,25 +202,6 @@ def check() -> list[dict]:
     for cases, rows in itertools.product((CASES[:4], CASES[5:9]), (1, 8, 16)):
         check_programmatic_chain(cases, rows, workspace)
     return results
-
-
-def time_graph(step: Callable[[int], object], num_launches: int) -> float:
-    """Return microseconds of one launch: the median over replays of a graph of `num_launches`."""
-    step(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(num_launches):
-            step(index)
-    times = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1000 * statistics.median(times[2:]) / num_launches
 
 
 def time_case(case: Case, rows: int, pool: torch.Tensor, workspace: SplitWorkspace) -> list[dict]:

@@ -23,7 +23,7 @@ import torch
 
 from areno.kernels.prefill_attention import SplitWorkspace, Tiling, prefill_attention
 from tests.gpu.attention_cases import CUDA
-from tests.gpu.attention_times import time_graph
+from tests.gpu.graph_time import time_graph
 from tests.gpu.prefill_cases import SPARE_ROWS, Chunks, Gathered, Shape, exact, place, poison
 
 

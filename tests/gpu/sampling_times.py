@@ -8,7 +8,6 @@ subprocesses do first, side by side, into Triton's cache.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from areno.kernels.sample import finish
 from areno.sampling.penalties import SlotTables
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
+from tests.gpu.graph_time import time_graph
 
 VOCAB, NUM_VALID, ROWS = 151_936, 151_669, 256
 POOL_ROWS = 512
@@ -176,25 +176,6 @@ def compile_all() -> None:
     processes = [subprocess.Popen([*command, str(share), str(COMPILERS)], cwd=root, env=environment) for share in range(COMPILERS)]
     failed = [process.args for process in processes if process.wait()]
     assert not failed, f"compiling failed in {failed}"
-
-
-def time_graph(step: Callable[[int], object], launches: int) -> float:
-    """Return microseconds of one launch: the median over replays of a graph of `launches`."""
-    step(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            step(index)
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1000 * statistics.median(times[2:]) / launches
 
 
 def time_draws(bench: Bench) -> Iterator[dict]:
