@@ -186,7 +186,7 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
         dtype=dtype,
         device=device,
     )
-    sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids, device=device)
+    sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids)
     ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, kept=config.kept_ids, device=device)
     proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, kept=config.kept_ids, device=device)
     sizes = {"pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}

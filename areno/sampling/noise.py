@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 _U64 = (1 << 64) - 1
-_LARGEST_U = 1.0 - 2.0**-24
+LARGEST_U = 1.0 - 2.0**-24
 _PART_ELEMENTS = 1 << 17
 _GAMMA, _M1, _M2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _F1, _F2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
@@ -66,6 +66,24 @@ def hashes(keys_B: np.ndarray, ids_V: np.ndarray) -> np.ndarray:
     return _fmix32_(h, scratch)
 
 
+def hashes_of(keys_N: np.ndarray, ids_N: np.ndarray) -> np.ndarray:
+    """Return h of one id each. Shapes: uint64 [N] and uint32 [N] to uint32 [N]."""
+    h = ids_N + keys_N.astype(np.uint32)
+    scratch = np.empty_like(h)
+    _fmix32_(h, scratch)
+    h ^= (keys_N >> np.uint64(32)).astype(np.uint32)
+    return _fmix32_(h, scratch)
+
+
+def of_hashes(hashed: np.ndarray) -> torch.Tensor:
+    """Return the noise that hashes stand for. Shapes: uint32 to float32, kept."""
+    # Exact in float64, so that the float32 is the correctly rounded (h + 1/2) * 2^-32.
+    minus_u = hashed.astype(np.float64)
+    minus_u += 0.5
+    minus_u *= -(2.0**-32)
+    return torch.from_numpy(minus_u.astype(np.float32)).clamp_(min=-LARGEST_U).log1p_().neg_().log_().neg_()
+
+
 def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, ids_V: torch.Tensor) -> torch.Tensor:
     """Return the noise of each row and id. Shapes: int64 seeds (the bits of the unsigned ones), ids int32; float32 [B, V].
 
@@ -77,12 +95,7 @@ def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, ids_V: torch.Tensor
     # In parts that the caches hold: a large vocabulary goes through a dozen passes.
     width = max(_PART_ELEMENTS // max(keys_B.size, 1), 1)
     for start in range(0, ids.size, width):
-        # Exact in float64, so that the float32 is the correctly rounded (h + 1/2) * 2^-32.
-        minus_u = hashes(keys_B, ids[start : start + width]).astype(np.float64)
-        minus_u += 0.5
-        minus_u *= -(2.0**-32)
-        part = torch.from_numpy(minus_u.astype(np.float32)).clamp_(min=-_LARGEST_U)
-        noise[:, start : start + width] = part.log1p_().neg_().log_().neg_()
+        noise[:, start : start + width] = of_hashes(hashes(keys_B, ids[start : start + width]))
     return noise.to(seeds_B.device)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areno.sampling import filters, noise
+from areno.sampling import filters, race
 from areno.sampling.kept import MAX_KEPT
 from areno.sampling.penalties import SlotTables
 from areno.sampling.variant import Variant
@@ -77,9 +77,10 @@ class Drawn:
     kept_count: torch.Tensor | None = None
 
 
-def _sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     maximum = logits.amax(dim=1)
-    return maximum, (logits - maximum[:, None]).exp_().sum(dim=1)
+    weights = (logits - maximum[:, None]).exp_()
+    return maximum, weights.sum(dim=1), weights
 
 
 class Sampler:
@@ -88,11 +89,10 @@ class Sampler:
     Ids from `num_valid_ids` on are never drawn.
     """
 
-    __slots__ = ("_first_id", "_ids", "_invalid_from", "_width")
+    __slots__ = ("_first_id", "_invalid_from", "_width")
 
-    def __init__(self, *, first_id: int, width: int, num_valid_ids: int, device: torch.device) -> None:
+    def __init__(self, *, first_id: int, width: int, num_valid_ids: int) -> None:
         self._first_id, self._width = first_id, width
-        self._ids = torch.arange(first_id, first_id + width, dtype=torch.int32, device=device)
         self._invalid_from = max(num_valid_ids - first_id, 0) if num_valid_ids < first_id + width else None
 
     @property
@@ -102,23 +102,22 @@ class Sampler:
 
     def reduce_shard(self, logits_BW: torch.Tensor, lanes: LaneParams, variant: Variant) -> ShardRecord:
         """Reduce float32 logits of this shard to one record per lane. Shapes: [B, W]."""
-        maximum, total = _sums(logits_BW)
+        maximum, total, weights = _sums(logits_BW)
         greedy = lanes.temperature == 0.0
         divisor = torch.where(greedy, 1.0, lanes.temperature)[:, None] if variant.temperature else None
         tempered, tempered_maximum, tempered_total = logits_BW, maximum, total
         if divisor is not None:
             tempered = logits_BW / divisor
-            tempered_maximum, tempered_total = _sums(tempered)
+            tempered_maximum, tempered_total, weights = _sums(tempered)
         shaped, shaped_maximum, shaped_total = tempered, tempered_maximum, tempered_total
         if variant.stop_mask or variant.slots or variant.filters or self.masks_ids:
             shaped = self._shape(logits_BW, divisor, lanes, variant)
-            shaped_maximum, shaped_total = _sums(shaped)
-        scores = shaped
+            shaped_maximum, shaped_total, weights = _sums(shaped)
         if variant.noise:
-            drawn = noise.gumbel(lanes.seeds, lanes.positions, self._ids)
-            scores = drawn.masked_fill_(greedy[:, None], 0.0).add_(shaped)
-        best = scores.argmax(dim=1, keepdim=True)
-        best_score = scores.gather(1, best)[:, 0]
+            best, best_score = race.draw(shaped, weights, greedy, lanes.seeds, lanes.positions, self._first_id)
+        else:
+            best = shaped.argmax(dim=1, keepdim=True)
+            best_score = shaped.gather(1, best)[:, 0]
         if variant.slots:
             local = lanes.forced.to(torch.int64) - self._first_id
             here = (local >= 0) & (local < self._width)

@@ -133,9 +133,7 @@ def check_variant(name: str, *, lanes: int, num_valid: int) -> dict:
     if not variant.filters:
         exact.slots.bias_values = exact.slots.bias_values.double()
         rows = exact.bucket(lanes)
-        drawn = Sampler(first_id=0, width=VOCAB, num_valid_ids=num_valid, device=torch.device("cpu")).draw(
-            logits.double(), rows.params(slots=variant.slots), variant
-        )
+        drawn = Sampler(first_id=0, width=VOCAB, num_valid_ids=num_valid).draw(logits.double(), rows.params(slots=variant.slots), variant)
         ran = (reference.words[0] > 0) & (drawn.token.numpy() == reference.words[2])
         values = np.stack([drawn.logprob.numpy(), drawn.raw_logprob.numpy(), drawn.behaviour_logprob.numpy()])
         exact_error = float(np.nanmax(np.abs(kernels.floats - values)[:, ran], initial=0.0))

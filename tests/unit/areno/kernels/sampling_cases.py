@@ -124,7 +124,7 @@ Places = tuple[list[int], list[int]]
 
 def by_torch(made: DecodeTables, logits: torch.Tensor, variant: Variant, num_valid: int, places: Places | None = None) -> Told:
     """Draw for rows 0..B - 1, or for the lanes of a prefill. Mutates: the tables."""
-    sampler = Sampler(first_id=0, width=logits.shape[1], num_valid_ids=num_valid, device=logits.device)
+    sampler = Sampler(first_id=0, width=logits.shape[1], num_valid_ids=num_valid)
     told = Told()
     if places is None:
         rows = made.bucket(logits.shape[0])

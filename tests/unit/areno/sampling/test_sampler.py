@@ -40,7 +40,7 @@ def _lanes(
 
 
 def _sampler(vocab: int, *, valid: int | None = None) -> Sampler:
-    return Sampler(first_id=0, width=vocab, num_valid_ids=valid or vocab, device=torch.device("cpu"))
+    return Sampler(first_id=0, width=vocab, num_valid_ids=valid or vocab)
 
 
 def _draw(logits: torch.Tensor, lanes: LaneParams, variant: Variant = FULL, valid: int | None = None) -> Drawn:
@@ -99,9 +99,7 @@ def test_shards_combine_to_the_unsharded_draw() -> None:
     whole = _draw(logits, lanes)
     bounds = [0, 100, 200, 301]
     records = [
-        Sampler(first_id=low, width=high - low, num_valid_ids=301, device=torch.device("cpu")).reduce_shard(
-            logits[:, low:high], lanes, FULL
-        )
+        Sampler(first_id=low, width=high - low, num_valid_ids=301).reduce_shard(logits[:, low:high], lanes, FULL)
         for low, high in itertools.pairwise(bounds)
     ]
     sharded = combine(records, lanes, FULL, masks_ids=False)
@@ -116,8 +114,7 @@ def test_forced_ids_win_over_draw_and_mask_in_every_shard() -> None:
     assert _draw(logits, lanes).token.tolist() == [70] * 4
     assert torch.allclose(_draw(logits, lanes).logprob, torch.log_softmax(logits, 1)[:, 70], atol=1e-5)
     records = [
-        Sampler(first_id=low, width=30, num_valid_ids=90, device=torch.device("cpu")).reduce_shard(logits[:, low : low + 30], lanes, FULL)
-        for low in (0, 30, 60)
+        Sampler(first_id=low, width=30, num_valid_ids=90).reduce_shard(logits[:, low : low + 30], lanes, FULL) for low in (0, 30, 60)
     ]
     assert combine(records, lanes, FULL, masks_ids=False).token.tolist() == [70] * 4
 
