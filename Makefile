@@ -4,6 +4,7 @@
 #   SYSTEM_TORCH=1           keep the torch of that interpreter: .venv sees its packages and installs no torch
 #   TORCH_INDEX=URL          take torch from this package index; give PyTorch's CPU index (named on its
 #                            install page) where the default index would bring gigabytes of CUDA libraries
+#   TEST_WORKERS=N           processes that share the tests of `make test` (default 2)
 #   VENV=DIR                 where the environment lies (default .venv)
 #   MIN_FREE_MB=N            refuse to install with less free disk (default: enough for a CPU install)
 
@@ -29,6 +30,8 @@ PY := $(VENV)/bin/python
 SEEDS ?= 0 1 2
 BENCH ?= host_overhead
 TEST_ARGS ?=
+# Processes that share the tests, a file each at a time; two suit two cores and any memory.
+TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 
 export PIP_RETRIES
@@ -116,7 +119,7 @@ format: $(STAMP)
 	"$(PY)" -m ruff format .
 
 test: lint
-	@"$(PY)" -m pytest $(TEST_ARGS)
+	@"$(PY)" -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 test-long: $(STAMP)
 	@echo "make test-long adds these tests to 'make test':"

@@ -64,6 +64,7 @@ class Tiling:
 
 TILING = Tiling()
 FEW_ROWS_TILING = Tiling(short_chunk=256, num_warps=4, num_stages=3)
+MANY_ROWS_TILING = Tiling(block=32, num_warps=1)
 """Measured on an H200: many rows want many small programs at a time, few rows want each to be fast."""
 
 

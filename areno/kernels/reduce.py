@@ -23,10 +23,13 @@ from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, 
 from areno.sampling.penalties import SlotTables
 from areno.sampling.variant import Variant
 
-CONFIGS = ((4, 1024, 4, 264), (32, 2048, 4, 528), (1 << 30, 2048, 4, 528))
-"""Rows of (most lanes, ids of a tile, warps, programs aimed at)."""
-PLAIN_REGISTERS, REGISTERS = 96, 128
-"""Registers of a thread at most; the loop over plain tiles fits into these."""
+CONFIGS = (
+    (4, 1024, 4, 264, 96, 128),
+    (32, 1024, 8, 600, 48, 64),
+    (128, 512, 2, 1056, 64, 64),
+    (1 << 30, 512, 2, 2112, 64, 96),
+)
+"""Measured on an H200: (most lanes, ids of a tile, warps, programs aimed at, registers of a thread, those with a temperature or slots)."""
 COLUMNS_PER_WARP = 128
 """Ids that a warp loads at once, four by each thread."""
 
@@ -40,27 +43,35 @@ NO_ID = tl.constexpr(2**31 - 1)
 class Splits:
     """How a launch cuts the vocabulary: `splits` programs a lane, each over `tiles` tiles of `block` ids.
 
-    `registers` bounds those of a thread; None leaves it to the variant.
+    `registers` bounds those of a thread, `more_registers` in the variants with a temperature or sampling slots.
     """
 
     splits: int
     tiles: int
     block: int
     warps: int
-    registers: int | None = None
+    registers: int
+    more_registers: int
 
     @staticmethod
     def of(lanes: int, vocab: int) -> Splits:
         """Return the cut for this many lanes."""
-        _, block, warps, programs = next(config for config in CONFIGS if lanes <= config[0])
-        return Splits.cut(lanes, vocab, block=block, warps=warps, programs=programs)
+        _, block, warps, programs, registers, more = next(config for config in CONFIGS if lanes <= config[0])
+        return Splits.cut(lanes, vocab, block=block, warps=warps, programs=programs, registers=registers, more_registers=more)
 
     @staticmethod
-    def cut(lanes: int, vocab: int, *, block: int, warps: int, programs: int, registers: int | None = None) -> Splits:
+    def cut(lanes: int, vocab: int, *, block: int, warps: int, programs: int, registers: int = 128, more_registers: int = 128) -> Splits:
         """Return the cut that comes nearest to a number of programs."""
         tiles_in_all = triton.cdiv(vocab, block)
         tiles = triton.cdiv(tiles_in_all, max(1, min(programs // lanes, tiles_in_all)))
-        return Splits(splits=triton.cdiv(tiles_in_all, tiles), tiles=tiles, block=block, warps=warps, registers=registers)
+        return Splits(
+            splits=triton.cdiv(tiles_in_all, tiles),
+            tiles=tiles,
+            block=block,
+            warps=warps,
+            registers=registers,
+            more_registers=more_registers,
+        )
 
 
 def partial_records(max_lanes: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -95,8 +106,10 @@ def _may_win(weights, reference, top, ids, low, high, greedy, best, NOISE: tl.co
         if greedy == 0:
             # A margin for the roundings of weights and scores; 2^126 keeps the limit finite before the first best.
             slack = 1e-3 + (tl.abs(best) + tl.abs(reference)) * 1e-6
-            limit = tl.exp2(tl.minimum((reference - best + slack) * LOG2E + 32.0, 126.0))
-            hot = tl.max(tl.fma(weights, limit, -hashes(ids, low, high).to(tl.float32)), 0) >= 0.0
+            limit = tl.exp2(tl.minimum((reference - best + slack) * LOG2E, 126.0))
+            # 1 + u, rounded down to a float by its bits: conversions of integers are slow. 1 + limit cannot round below it.
+            one_and_u = ((hashes(ids, low, high) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+            hot = tl.max(tl.fma(weights, limit, 1.0) - one_and_u, 0) >= 0.0
     return hot
 
 
@@ -359,7 +372,7 @@ def reduce_logits(
         COLUMNS=min(splits.block, COLUMNS_PER_WARP * splits.warps),
         PDL=pdl,
         num_warps=splits.warps,
-        maxnreg=splits.registers or (REGISTERS if draw.variant.temperature or draw.variant.slots else PLAIN_REGISTERS),
+        maxnreg=splits.more_registers if draw.variant.temperature or draw.variant.slots else splits.registers,
         enable_fp_fusion=False,
         **extra,
     )

@@ -26,6 +26,7 @@ from areno.kernels import linear as products
 from areno.kernels.activation import silu_mul
 from areno.kernels.attention import (
     FEW_ROWS_TILING,
+    MANY_ROWS_TILING,
     PROGRAMS_PER_PROCESSOR,
     TILING,
     Tiling,
@@ -44,6 +45,9 @@ from areno.models.dense import DenseDecoder, DenseLayer
 
 FUSED_ROWS = 16
 """Up to this many rows the fused products are used."""
+
+MANY_ROWS = 128
+"""From this many rows on attention goes through more and smaller programs."""
 
 SPANS = (512, 1024, 2048, 4096, 8192)
 """Bounds on the length of all rows for which a step has a grid of its own; longer rows go through a work list."""
@@ -116,7 +120,7 @@ class FusedDecoder:
         self._angles = model.rotary.angles
         self._programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         self._max_tokens = max_tokens
-        most_chunks = max(tiling.max_chunks(max_tokens) for tiling in (TILING, FEW_ROWS_TILING))
+        most_chunks = max(tiling.max_chunks(max_tokens) for tiling in (TILING, FEW_ROWS_TILING, MANY_ROWS_TILING))
         self._workspace = Workspace.allocate(
             lanes=lanes,
             num_heads=config.num_heads,
@@ -162,7 +166,7 @@ class FusedDecoder:
         """
         work: dict[int, WorkList] = {}
         fused = x_BH.shape[0] <= FUSED_ROWS
-        tiling = FEW_ROWS_TILING if fused else TILING
+        tiling = FEW_ROWS_TILING if fused else TILING if x_BH.shape[0] < MANY_ROWS else MANY_ROWS_TILING
         max_chunks = tiling.max_chunks(span or self._max_tokens)
         if not span:
             work = self._work

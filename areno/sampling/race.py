@@ -16,6 +16,8 @@ from areno.sampling import noise
 
 _WORD = 2.0**32
 _PART_ELEMENTS = 1 << 17
+_SMALL = 1 << 15
+"""Elements up to which noise for all of them costs less than finding those who can win."""
 _SLACK, _RELATIVE_SLACK = 1e-4, 1e-6
 
 
@@ -31,7 +33,7 @@ def draw(
 
     Shapes: `shaped` float32 scores, `weights` = exp(shaped - row maximum); [B, 1] int64 and [B] float32.
     """
-    if shaped_BW.device.type != "cpu":
+    if shaped_BW.device.type != "cpu" or shaped_BW.numel() <= _SMALL:
         return _draw_all(shaped_BW, greedy_B, seeds_B, positions_B, first_id)
     top_B = torch.from_numpy(shaped_BW.numpy().argmax(axis=1))
     top_score_B = shaped_BW.gather(1, top_B[:, None])[:, 0]

@@ -29,6 +29,8 @@ from tests.bench import shapes
 from tests.bench.record import arguments, publish
 
 VARIANT = Variant(noise=True, sums=True)
+GROWTH = 100
+"""More than the tokens by which rows grow while they are timed."""
 
 
 def set_rows(engine: Engine, lengths: np.ndarray) -> None:
@@ -86,8 +88,10 @@ def choose(engine: Engine, *, pdl: bool, fused_rows: int, tiling: str) -> None:
     path._fused._pdl = pdl
     dense_cuda.FUSED_ROWS = fused_rows
     if tiling:
-        block, warps, stages = map(int, tiling.split(","))
-        dense_cuda.TILING = replace(dense_cuda.TILING, block=block, num_warps=warps, num_stages=stages)
+        block, warps, stages, *chunk = map(int, tiling.split(","))
+        sizes = {"short_chunk": chunk[0], "long_chunk": max(chunk[0], 512)} if chunk else {}
+        dense_cuda.TILING = replace(dense_cuda.TILING, block=block, num_warps=warps, num_stages=stages, **sizes)
+        dense_cuda.MANY_ROWS_TILING = dense_cuda.TILING
 
 
 def measure(
@@ -99,7 +103,7 @@ def measure(
     for context, batch, (pdl, fused_rows, tiling) in itertools.product(contexts, batches, ways):
         choose(engine, pdl=pdl, fused_rows=fused_rows, tiling=tiling)
         set_rows(engine, np.full(batch, context))
-        step, spent = time_steps(engine, batch, context + 200)
+        step, spent = time_steps(engine, batch, context + GROWTH)
         case = {"model": model, "batch": batch, "context": context, "pdl": pdl, "fused": batch <= fused_rows, "tiling": tiling}
         rows.append({**case, "step_ms": step, "kernels_ms": sum(spent.values()), "kernels": spent})
         if log:
@@ -117,7 +121,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[384])
     parser.add_argument("--pdl", nargs="+", type=int, default=[1], choices=(0, 1), help="kernels start before the one before has ended")
     parser.add_argument("--fused-rows", nargs="+", type=int, default=[dense_cuda.FUSED_ROWS], help="most rows for the fused products")
-    parser.add_argument("--tilings", nargs="+", default=[""], help="attention's block, warps and stages, as in 64,4,3")
+    parser.add_argument("--tilings", nargs="+", default=[""], help="attention's block, warps, stages and short chunk, as in 64,4,3,256")
     options = parser.parse_args()
     ways = [(bool(pdl), rows, tiling) for pdl, rows, tiling in itertools.product(options.pdl, options.fused_rows, options.tilings)]
     rows = []

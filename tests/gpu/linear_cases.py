@@ -75,6 +75,20 @@ ROW_GRID = {
     "long": ((64, 128, 1, 6, 4, 4), (64, 128, 1, 4, 4, 6), (64, 256, 1, 6, 4, 3), (64, 128, 1, 12, 4, 4)),
     "wide": ((64, 128, 1, 1, 4, 4), (64, 256, 1, 1, 4, 3), (128, 128, 1, 1, 4, 4), (64, 128, 1, 1, 4, 6)),
 }  # fmt: skip
+# From 32 rows on, where the rows' own loads count too.
+MANY_ROW_GRID = {
+    "narrow": (
+        (64, 128, 1, 8, 4, 4), (64, 128, 1, 4, 4, 4), (32, 128, 1, 4, 4, 4), (32, 128, 1, 4, 4, 6), (64, 64, 1, 8, 4, 6),
+        (32, 256, 1, 4, 4, 3), (32, 64, 1, 4, 4, 6), (16, 128, 1, 2, 4, 4), (64, 128, 1, 8, 8, 4),
+    ),
+    "short": (
+        (64, 128, 1, 2, 4, 4), (64, 128, 1, 1, 4, 4), (32, 128, 1, 1, 4, 4), (32, 256, 1, 1, 4, 3), (64, 64, 1, 2, 4, 6),
+        (64, 64, 1, 1, 4, 8), (128, 128, 1, 2, 8, 3), (64, 256, 1, 2, 4, 3), (32, 128, 1, 1, 8, 4), (64, 128, 1, 1, 8, 4),
+    ),
+    "square": ((64, 128, 1, 2, 4, 5), (64, 128, 1, 4, 4, 4), (128, 128, 1, 4, 8, 3), (64, 128, 1, 2, 8, 5), (128, 64, 1, 4, 8, 4)),
+    "long": ((64, 128, 1, 4, 4, 5), (64, 128, 1, 8, 4, 4), (128, 128, 1, 4, 8, 3), (128, 64, 1, 4, 8, 4)),
+    "wide": ((64, 128, 1, 1, 4, 4), (128, 128, 1, 1, 8, 3), (128, 64, 1, 1, 8, 4), (128, 64, 1, 1, 4, 4), (64, 64, 1, 1, 4, 6)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,8 @@ def trials(case: Case, rows: int) -> list[Trial]:
     if rows == 1:
         fused, split = vector_tiles(case, shape, normed)
     else:
-        fused = [RowTiles(*entry) for entry in ROW_GRID["wide" if shape.endswith("head") else shape]]
+        grid = ROW_GRID if rows < 32 else MANY_ROW_GRID
+        fused = [RowTiles(*entry) for entry in grid["wide" if shape.endswith("head") else shape]]
         split = [bare]
     found = [Trial(default), Trial(default, pdl=True)] + [Trial(tiles) for tiles in fused if tiles != default]
     return found + ([Trial(tiles, apart=True) for tiles in split] if normed else [])

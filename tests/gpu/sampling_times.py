@@ -63,7 +63,7 @@ class Case:
     @property
     def config(self) -> str:
         cut = self.splits or Splits.of(self.lanes, VOCAB)
-        registers = f" r{cut.registers}" if cut.registers else ""
+        registers = f" r{cut.registers}"
         return f"{'' if self.splits else '*'}b{cut.block} w{cut.warps} {cut.splits} x {cut.tiles}{registers}"
 
 
@@ -72,7 +72,7 @@ def all_cases() -> list[Case]:
     cases = [Case(kind=kind, lanes=lanes) for lanes in LANES for kind in KINDS]
     for lanes, grid in GRIDS.items():
         for block, warps, programs, registers in grid:
-            splits = Splits.cut(lanes, VOCAB, block=block, warps=warps, programs=programs, registers=registers)
+            splits = Splits.cut(lanes, VOCAB, block=block, warps=warps, programs=programs, registers=registers, more_registers=registers)
             cases += [Case(kind=kind, lanes=lanes, splits=splits) for kind in TUNED]
     return cases
 

@@ -7,7 +7,7 @@ import torch
 
 from areno.sampling import noise, race
 
-VOCAB = 4096
+VOCAB = 8192
 
 
 def _weights(shaped: torch.Tensor) -> torch.Tensor:
@@ -15,6 +15,7 @@ def _weights(shaped: torch.Tensor) -> torch.Tensor:
 
 
 def _both(shaped: torch.Tensor, greedy: torch.Tensor, *, seed: int, first_id: int = 0) -> None:
+    assert shaped.numel() > race._SMALL, "the sizes here are those of a race"
     rows = shaped.shape[0]
     seeds = torch.arange(rows) * 7919 + seed * 104729 - 2**40
     positions = torch.arange(rows) * 13 + seed
@@ -46,7 +47,7 @@ def test_masked_ids_ties_and_rows_of_one_id_are_drawn_alike() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_scores_that_are_not_finite_end_as_in_the_full_draw(bad: float) -> None:
-    shaped = torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
+    shaped = torch.randn((3, 20_000), generator=torch.Generator().manual_seed(1))
     shaped[1] = bad
     seeds, positions, greedy = torch.arange(3), torch.arange(3), torch.zeros(3, dtype=torch.bool)
     place, score = race.draw(shaped, _weights(shaped), greedy, seeds, positions, 0)
