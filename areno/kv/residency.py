@@ -1,8 +1,9 @@
 """What requests hold on the device, and nothing else: row, seat, pages and sampling slot, given and taken together.
 
 Owns the pools and the prefix index; the scheduler decides who gets something and when. A request is admitted with pages for
-what it must compute plus some steps, and `grow` tops rows up later, so that long budgets don't block the pool. Host
-only, no torch. Invariant: free + used + cached pages = all pages; a page that a row writes has exactly one reference.
+what it must compute plus some steps, or for its whole budget in a pool with room for many such, and `grow` tops rows up
+later, so that long budgets don't block the pool. Host only, no torch. Invariant: free + used + cached pages = all pages; a
+page that a row writes has exactly one reference.
 """
 
 from __future__ import annotations
@@ -93,7 +94,14 @@ class Residency:
         )
 
     def _missing(self, live: LiveRequest, match: PrefixMatch) -> int:
-        return self.pages_for(min(live.limit - 1, live.ids.size + GROW_TOKENS)) - len(match.pages)
+        return self.pages_for(self._wanted(live)) - len(match.pages)
+
+    def _wanted(self, live: LiveRequest) -> int:
+        """Return how many positions a request gets pages for at once: all where each free row could have as many twice over."""
+        whole = live.limit - 1
+        if 2 * self.pages_for(whole) * self.rows.num_free <= self.pool.num_free:
+            return whole
+        return min(whole, live.ids.size + GROW_TOKENS)
 
     def fork(self, live: LiveRequest, parent: LiveRequest) -> list[PageCopy] | None:
         """Give a waiting member the prompt's KV of `parent`, which has just computed it: pages shared, the last one copied.
@@ -104,8 +112,7 @@ class Residency:
         if not self.rows.num_free or not self.seats.num_free or (needs_slot and not self.slots.num_free):
             return None
         shared, partial = divmod(live.ids.size, self._page_size)
-        wanted = min(live.limit - 1, live.ids.size + GROW_TOKENS)
-        missing = max(self.pages_for(wanted), self.pages_for(live.ids.size)) - shared
+        missing = max(self.pages_for(self._wanted(live)), self.pages_for(live.ids.size)) - shared
         if not self._make_room(missing, reserve=self._watermark):
             return None
         for page in parent.pages[:shared]:
