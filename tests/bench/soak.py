@@ -24,7 +24,7 @@ from tests.fixtures_models import write_checkpoint
 
 LIMIT_MB_PER_1000 = 1.0
 LIVE = 24
-LONG_SHARE = 0.06
+LONG_SHARE = 0.03
 
 
 def _request(rng: np.random.Generator, number: int) -> Request:
@@ -32,7 +32,7 @@ def _request(rng: np.random.Generator, number: int) -> Request:
     source = rng if group is None else np.random.default_rng(group)
     prompt = source.integers(3, 256, size=int(source.integers(1, 40)))
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 8}, {"repetition_penalty": 1.2}, {"forced_ids": [5, 6]}]
-    budget = int(rng.integers(80, 160)) if rng.random() < LONG_SHARE else int(rng.integers(2, 14))
+    budget = int(rng.integers(80, 160)) if rng.random() < LONG_SHARE else int(rng.integers(2, 10))
     sampling = SamplingParams(max_new_tokens=budget, seed=number, **kinds[int(rng.integers(len(kinds)))])
     lineage = f"l{number % 50}" if rng.random() < 0.2 else None
     return Request(request_id=number, prompt_ids=prompt, sampling=sampling, lineage=lineage, group=group)

@@ -92,7 +92,14 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("number", "after"), [(signal.SIGINT, "step 1/"), (signal.SIGTERM, "step 1/"), (signal.SIGINT, "starting the")])
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGINT, "step 1/"),
+        pytest.param(signal.SIGTERM, "step 1/", marks=pytest.mark.long),
+        (signal.SIGINT, "starting the"),
+    ],
+)
 def test_a_signal_ends_the_run_with_what_it_finished_and_leaves_nothing_behind(
     number: signal.Signals, after: str, temporary: Path, tmp_path: Path
 ) -> None:

@@ -34,27 +34,31 @@ def _assert_same(found: dict[int, Output], expected: dict[int, Output]) -> None:
             assert np.allclose(getattr(other, name), getattr(output, name), atol=1e-4, equal_nan=True)
 
 
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "minimum and top-k": {"min_new_tokens": 150, "stop_ids": [5, 6, 7, 8], "top_k": 30},
+}
+
+
+@pytest.fixture(scope="module")
+def ample(llama: Path) -> dict[str, dict[int, Output]]:
+    """What the requests say where nobody is preempted."""
+    return {name: run(make_engine(llama, num_pages=200), _requests(4, 160, **params)) for name, params in PARAMS.items()}
+
+
 @PATHS
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-        {"min_new_tokens": 150, "stop_ids": [5, 6, 7, 8], "top_k": 30},
-    ],
-)
+@pytest.mark.parametrize("name", PARAMS)
 def test_preemption_changes_no_token_number_or_reason(
-    llama: Path, path: str, run_ahead: int, prefix_cache: bool, params: dict[str, Any]
+    llama: Path, ample: dict[str, dict[int, Output]], path: str, run_ahead: int, prefix_cache: bool, name: str
 ) -> None:
-    settings = {"decode_tables": path, "run_ahead": run_ahead, "prefix_cache": prefix_cache}
-    ample = run(make_engine(llama, num_pages=200, **settings), _requests(4, 160, **params))
-    engine = make_engine(llama, num_pages=24, **settings)
-    tight = run(engine, _requests(4, 160, **params))
+    engine = make_engine(llama, num_pages=24, decode_tables=path, run_ahead=run_ahead, prefix_cache=prefix_cache)
+    tight = run(engine, _requests(4, 160, **PARAMS[name]))
     stats = engine.stats()
     assert stats["preemptions"] >= 2 and stats["grown_pages"] > 0
-    _assert_same(tight, ample)
+    _assert_same(tight, ample[name])
     rebuilt = [output.end.kv_rebuilt_at for output in tight.values()]
     assert any(rebuilt) and all(16 <= at < 180 for places in rebuilt for at in places)
 
