@@ -16,6 +16,7 @@ from areno.errors import InvalidConfig
 DTYPES = ("float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 DECODE_PATHS = ("resident", "rebuilt")
+RESULT_TRANSPORTS = ("auto", "mapped", "copy")
 MAX_RUN_AHEAD = 3
 LANE_MULTIPLE = 4
 ZERO_PAGE = 0
@@ -39,8 +40,9 @@ class EngineConfig:
     weights and buffers; `run_ahead` in launches in flight beside the one that is read.
     `load_format` "dummy" takes only the folder's config and makes random weights from `seed`, for benchmarks.
     `graphs` captures decode on a CUDA device; without it the same kernels are launched one by one. `decode_tables` picks the
-    resident tables or the per-step rebuilt baseline. `seed` seeds the seeds of requests that bring none. `canary_tolerance`
-    and `canary_mean_tolerance` are nats; None follows from the dtype.
+    resident tables or the per-step rebuilt baseline. `result_transport` says how results leave a CUDA device: "mapped" (launches
+    write host memory), "copy", or "auto", which maps where a probe at the start finds that it works. `seed` seeds the seeds of
+    requests that bring none. `canary_tolerance` and `canary_mean_tolerance` are nats; None follows from the dtype.
     Raises: InvalidConfig.
     """
 
@@ -62,6 +64,7 @@ class EngineConfig:
     load_format: str = "auto"
     graphs: bool = True
     gpu_memory_fraction: float = 0.9
+    result_transport: str = "auto"
     seed: int | None = None
     initial_version: int = 0
     canary_tolerance: float | None = None
@@ -97,6 +100,13 @@ class EngineConfig:
             self.decode_tables,
             f"known: {', '.join(DECODE_PATHS)}",
             "use decode_tables='resident'",
+        )
+        _require(
+            self.result_transport in RESULT_TRANSPORTS,
+            "result_transport",
+            self.result_transport,
+            f"known: {', '.join(RESULT_TRANSPORTS)}",
+            "use result_transport='auto'",
         )
         _require(
             self.load_format in LOAD_FORMATS,

@@ -35,7 +35,10 @@ from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What runs and what it allows; counts in tokens unless the name says otherwise."""
+    """What runs and what it allows; counts in tokens unless the name says otherwise.
+
+    `result_transport` is host (CPU), mapped or copy, with the reason.
+    """
 
     model_type: str
     dtype: str
@@ -52,6 +55,8 @@ class EngineInfo:
     run_ahead: int
     decode_tables: str
     kept_ids: bool
+    result_transport: str
+    result_transport_reason: str
     num_parameters: int
 
 
@@ -123,6 +128,8 @@ class Engine:
             run_ahead=resolved.run_ahead,
             decode_tables=config.decode_tables,
             kept_ids=config.kept_ids,
+            result_transport=rank.transport.kind,
+            result_transport_reason=rank.transport.reason,
             num_parameters=self._table.num_parameters,
         )
 
@@ -298,8 +305,8 @@ class Engine:
         """Forget every cached prefix; running requests keep their pages."""
         self._scheduler.clear_prefix_cache()
 
-    def stats(self) -> dict[str, int | float]:
-        """Return counters since the start and current sizes; seconds where the name ends in _s."""
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters since the start and current sizes; seconds where the name ends in _s. Text only for `result_transport`."""
         scheduler = self._scheduler
         return {
             **{kind.value: 0 for kind in FinishKind},
@@ -327,6 +334,7 @@ class Engine:
             "launch_s": self._executor.launch_s,
             "version": self.version,
             "updates": self._updates,
+            "result_transport": self.info.result_transport,
         }
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
 """One device's share of the engine, put together: weights, pages, row state, results, and the executor that runs commands.
 
 The engine makes one and hands it the scheduler's log. What differs between devices is chosen here and nowhere else: on
-the CPU the torch forms, on a CUDA device fused kernels, captured graphs and a result ring in mapped memory.
+the CPU the torch forms, on a CUDA device fused kernels, captured graphs and a result ring in mapped memory where the device takes it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables
+from areno.decode.transport import Transport, choose_transport
 from areno.errors import EngineFailure, InvalidConfig, UnsupportedModel
 from areno.executor import Executor
 from areno.forward import Forward
@@ -151,7 +152,7 @@ def packs_weights(model: ModelConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own."""
+    """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own; both rings use `transport`."""
 
     model: DenseDecoder
     store: KVStore
@@ -161,6 +162,7 @@ class Rank:
     executor: Executor
     proof_path: DecodePath
     proof_ring: ResultRing
+    transport: Transport
 
 
 def fill_randomly(model: DenseDecoder, seed: int) -> None:
@@ -173,7 +175,8 @@ def fill_randomly(model: DenseDecoder, seed: int) -> None:
 
 
 def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
-    """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded."""
+    """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded. Raises: as `choose_transport`."""
+    transport = choose_transport(config.result_transport, device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     pack = device.type == "cpu" and packs_weights(model_config)
     model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack)
@@ -187,8 +190,9 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
         device=device,
     )
     sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids)
-    ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, kept=config.kept_ids, device=device)
-    proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, kept=config.kept_ids, device=device)
+    kept = config.kept_ids
+    ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, kept=kept, transport=transport)
+    proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, kept=kept, transport=transport)
     sizes = {"pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}
     rows = {"path": (resolved.table_rows, max(config.sampling_slots, 1)), "proof": (LANE_MULTIPLE, 1)}
     slots = {
@@ -212,6 +216,7 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
                 tables,
                 ring if name == "path" else proof_ring,
                 model_config,
+                transport,
                 num_valid_ids=model_config.num_valid_ids,
                 graphs=config.graphs and name == "path",
             )
@@ -232,4 +237,5 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
         executor=executor,
         proof_path=paths["proof"],
         proof_ring=proof_ring,
+        transport=transport,
     )

@@ -101,6 +101,13 @@ def serve(
         float | None,
         typer.Option(help="Share of a CUDA device's memory that may be used.", show_default=option_default("gpu_memory_fraction")),
     ] = None,
+    result_transport: Annotated[
+        str | None,
+        typer.Option(
+            help="How results leave a CUDA device: mapped (launches write host memory), copy, or auto: mapped if a probe agrees.",
+            show_default=option_default("result_transport"),
+        ),
+    ] = None,
     graphs: Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps on CUDA.", show_default="on")] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))

@@ -39,6 +39,7 @@ ENGINE_OPTIONS = (
     "load_format",
     "graphs",
     "gpu_memory_fraction",
+    "result_transport",
     "seed",
 )
 
@@ -87,6 +88,7 @@ class ServiceConfig:
     load_format: str | None = None
     graphs: bool | None = None
     gpu_memory_fraction: float | None = None
+    result_transport: str | None = None
     seed: int | None = None
     threads: int | None = None
     lease_s: float = 30.0

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,6 +40,9 @@ PACKAGES = (
     "jinja2",
 )
 IPC_WAIT_S = 2.0
+# The first probe on a machine compiles its kernel.
+MAPPED_WAIT_S = 120.0
+MAPPED_REMEDY = "serve with --result-transport copy, and check the driver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,26 @@ def _cuda() -> Finding:
         return Finding(name="cuda", ok=None, value="not available; the engine runs on the CPU")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Finding(name="cuda", ok=True, value=f"{torch.version.cuda}: {names}")
+
+
+def _mapped_memory() -> Finding:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return Finding(name="mapped memory", ok=None, value="not tried without a CUDA device; results need none on the CPU")
+    # A process of its own: an error of the device would stay with this one.
+    command = [sys.executable, "-m", "areno.decode.mapped"]
+    return _mapped_finding(subprocess.run(command, capture_output=True, text=True, timeout=MAPPED_WAIT_S))
+
+
+def _mapped_finding(run: subprocess.CompletedProcess[str]) -> Finding:
+    """Say what the engine's probe of mapped memory said."""
+    if run.returncode:
+        said = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+        return Finding(name="mapped memory", ok=False, value=f"the probe broke: {said[-1]}", remedy=MAPPED_REMEDY)
+    found = json.loads(run.stdout)
+    if found["works"]:
+        return Finding(name="mapped memory", ok=True, value=found["reason"])
+    return Finding(name="mapped memory", ok=None, value=f"does not work, so the engine copies results: {found['reason']}")
 
 
 def _packages() -> Finding:
@@ -155,6 +180,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("torch", _torch),
     ("cpu threads", _threads),
     ("cuda", _cuda),
+    ("mapped memory", _mapped_memory),
     ("packages", _packages),
     ("zmq ipc", _ipc),
     ("state folder", _state),
@@ -167,6 +193,7 @@ REMEDIES = {
     "zmq ipc": "pip install 'pyzmq>=26'",
     "cpu threads": "install torch",
     "cuda": "install torch",
+    "mapped memory": MAPPED_REMEDY,
 }
 
 

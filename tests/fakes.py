@@ -75,6 +75,8 @@ class FakeInfo:
     run_ahead: int = 0
     decode_tables: str = "resident"
     kept_ids: bool = False
+    result_transport: str = "host"
+    result_transport_reason: str = "a fake runs on the CPU"
     num_parameters: int = 48
 
 

@@ -1,8 +1,7 @@
 """The resident path on a CUDA device: row state, step and result record stay there, one captured graph per kind of step.
 
-A step is: prologue (what each lane runs), model, head, sampler, epilogue (record into the pinned ring, advance, stop
-test). It depends on nothing of the host, so the host only replays it. Deltas go to the device through slots of a pinned
-ring that one kernel reads, each with an event of its own, and are never written again before that has passed.
+A step is: prologue (what each lane runs), model, head, sampler, epilogue (record into the result ring, advance, stop
+test). It depends on nothing of the host, so the host only replays it. Row operations come through a delta ring.
 
 A kind of step that is new runs once launch by launch, which also compiles its kernels, and is captured afterwards; with
 graphs off, or where memory is short, it stays that way. The rank makes two paths, one for requests, one for canaries.
@@ -16,9 +15,11 @@ import numpy as np
 import torch
 
 from areno.commands import DecodeLaunch, PrefillLaunch
+from areno.decode.delta_ring import DeltaRing
 from areno.decode.deltas import DeltaSlot
 from areno.decode.results import LaneRecords, ResultRing
 from areno.decode.tables import DecodeTables
+from areno.decode.transport import Transport
 from areno.forward import PrefillResult
 from areno.kernels import rows as row_kernels
 from areno.kernels import sample
@@ -28,8 +29,6 @@ from areno.models.model_config import ModelConfig
 from areno.sampling.variant import Variant
 from areno.uploads import upload
 
-DELTA_SLOTS = 8
-DELTA_WORDS = 1 << 16
 CAPTURE_BYTES = 256 << 20
 """Free memory below which no further graph is captured."""
 
@@ -43,33 +42,19 @@ class StepKind:
     span: int
 
 
-class DeltaRing:
-    """Pinned slots in which row operations wait for the kernel that applies them."""
-
-    def __init__(self) -> None:
-        self._slots = [torch.zeros(DELTA_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(DELTA_SLOTS)]
-        self._events = [torch.cuda.Event() for _ in range(DELTA_SLOTS)]
-        self._taken = 0
-
-    def apply(self, slot: DeltaSlot, tables: DecodeTables) -> None:
-        """Launch the operations of one delta slot. Blocks: while all slots wait for the device. Mutates: the tables."""
-        place = self._taken % DELTA_SLOTS
-        if self._taken >= DELTA_SLOTS:
-            self._events[place].synchronize()
-        self._taken += 1
-        words = row_kernels.slot_words(slot.rows.size, slot.pages.size)
-        if words > self._slots[place].numel():
-            self._slots[place] = torch.zeros(words, dtype=torch.int32, pin_memory=True)
-        counts = row_kernels.pack_slot(slot, self._slots[place].numpy())
-        row_kernels.apply_deltas(self._slots[place], *counts, tables.state)
-        self._events[place].record()
-
-
 class GraphPath:
     """Launches over resident tables on a CUDA device. Shapes: `ring` as in `ResultRing`."""
 
     def __init__(
-        self, fused: FusedDecoder, tables: DecodeTables, ring: ResultRing, model: ModelConfig, *, num_valid_ids: int, graphs: bool
+        self,
+        fused: FusedDecoder,
+        tables: DecodeTables,
+        ring: ResultRing,
+        model: ModelConfig,
+        transport: Transport,
+        *,
+        num_valid_ids: int,
+        graphs: bool,
     ) -> None:
         self._fused, self.tables, self._ring, self._graphs_on = fused, tables, ring, graphs
         state = tables.state
@@ -80,10 +65,10 @@ class GraphPath:
         self._logits = torch.zeros((lanes, model.vocab_size), device=device)
         self._workspace = sample.SampleWorkspace.allocate(lanes, model.vocab_size, device, filters=True)
         self._kept = None
-        if ring.kept_ids is not None and ring.kept_count is not None:
-            self._kept = KeptRing(ids=ring.kept_ids, counts=ring.kept_count)
+        if ring.launch_kept_ids is not None and ring.launch_kept_count is not None:
+            self._kept = KeptRing(ids=ring.launch_kept_ids, counts=ring.launch_kept_count)
         self._counter = torch.zeros((), dtype=torch.int32, device=device)
-        self._deltas = DeltaRing()
+        self._deltas = DeltaRing(transport)
         self._seen: set[StepKind] = set()
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -97,7 +82,7 @@ class GraphPath:
         """Apply row operations."""
         for sampling_slot, content in slot.contents:
             self.tables.slots.fill(sampling_slot, content)
-        self._deltas.apply(slot, self.tables)
+        self._deltas.apply(slot, self.tables.state)
 
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
         """Run one token of rows 0..bucket - 1; the device picks the ring's slot by its own count."""
@@ -174,7 +159,7 @@ class GraphPath:
         self._sample(draw, pdl=False)
 
     def _sample(self, draw: sample.Draw, *, pdl: bool) -> None:
-        sample.sample(draw, self._workspace, self._ring.words, self._counter, kept=self._kept, pdl=pdl)
+        sample.sample(draw, self._workspace, self._ring.launch_words, self._counter, kept=self._kept, pdl=pdl)
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""

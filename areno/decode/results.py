@@ -1,9 +1,10 @@
 """The result ring: what each launch says about its lanes, written by the launch and read later by the host.
 
 Every launch that samples takes the next slot. The host reads a slot once its launch has passed, and no slot is taken
-again before it was read. On a CUDA device the ring lies in pinned memory that the launch writes, one event a slot tells
-that it has passed, and the host waits only when `run_ahead` further launches are in flight. On the CPU results are
-withheld until that many further launches were made, so that late news can be tested without a device.
+again before it was read. On a CUDA device the launch writes pinned memory, or memory of the device from which the slot's
+used words are copied behind it (`decode/transport.py`); one event a slot tells that it has passed, and the host waits only
+when `run_ahead` further launches are in flight. On the CPU results are withheld until that many further launches were
+made, so that late news can be tested without a device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from areno.decode.launch import LaunchRecord, LaunchResult
+from areno.decode.transport import HostTransport, Transport
 from areno.sampling.kept import MAX_KEPT
 from areno.sampling.sampler import Drawn
 
@@ -62,18 +64,35 @@ class LaneRecords:
 class ResultRing:
     """`slots` places of `lanes` lanes each, at fixed addresses.
 
-    Shapes: `words` int32 [slots, 6, lanes], `kept_ids` [slots, lanes, 64] and `kept_count` [slots, lanes], in host memory.
+    Shapes: `words` int32 [slots, 6, lanes], `kept_ids` [slots, lanes, 64] and `kept_count` [slots, lanes], in host memory;
+    `launch_words`, `launch_kept_ids` and `launch_kept_count` are what launches write in their place, often the same memory.
     """
 
-    __slots__ = ("_events", "_pending", "_records", "_taken", "kept_count", "kept_ids", "run_ahead", "words")
+    __slots__ = (
+        "_events",
+        "_pending",
+        "_records",
+        "_taken",
+        "_transport",
+        "kept_count",
+        "kept_ids",
+        "launch_kept_count",
+        "launch_kept_ids",
+        "launch_words",
+        "run_ahead",
+        "words",
+    )
 
-    def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False, device: torch.device | None = None) -> None:
+    def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False, transport: Transport | None = None) -> None:
         self.run_ahead = run_ahead
-        mapped = device is not None and device.type == "cuda"
-        self.words = torch.zeros((slots, RECORD_WORDS, lanes), dtype=torch.int32, pin_memory=mapped)
-        self.kept_ids = torch.zeros((slots, lanes, MAX_KEPT), dtype=torch.int32, pin_memory=mapped) if kept else None
-        self.kept_count = torch.zeros((slots, lanes), dtype=torch.int32, pin_memory=mapped) if kept else None
-        self._events = [torch.cuda.Event() for _ in range(slots)] if mapped else None
+        self._transport = transport = transport or HostTransport()
+        self.words = transport.host_zeros(slots, RECORD_WORDS, lanes)
+        self.kept_ids = transport.host_zeros(slots, lanes, MAX_KEPT) if kept else None
+        self.kept_count = transport.host_zeros(slots, lanes) if kept else None
+        self.launch_words = transport.launch_side(self.words)
+        self.launch_kept_ids = None if self.kept_ids is None else transport.launch_side(self.kept_ids)
+        self.launch_kept_count = None if self.kept_count is None else transport.launch_side(self.kept_count)
+        self._events = [transport.event() for _ in range(slots)]
         self._records = [
             LaneRecords(
                 self.words[slot],
@@ -111,8 +130,22 @@ class ResultRing:
 
     def launched(self) -> None:
         """Mark that all work of the launch that took the newest slot is in the device's queue."""
-        if self._events is not None:
-            self._events[(self._taken - 1) % len(self._records)].record()
+        launch = self._pending[-1]
+        if self.launch_words is not self.words:
+            self._fetch(launch.slot, launch.seats.size)
+        event = self._events[launch.slot]
+        if event is not None:
+            event.record()
+
+    def _fetch(self, slot: int, lanes: int) -> None:
+        """Copy a slot's words up to the last used one, and its kept sets."""
+        if not lanes:
+            return
+        used = (RECORD_WORDS - 1) * self.words.shape[2] + lanes
+        self._transport.copy(self.words[slot].view(-1)[:used], self.launch_words[slot].view(-1)[:used])
+        for host, launch in ((self.kept_ids, self.launch_kept_ids), (self.kept_count, self.launch_kept_count)):
+            if host is not None and launch is not None:
+                self._transport.copy(host[slot, :lanes], launch[slot, :lanes])
 
     def ready(self, *, drain: bool) -> list[LaunchResult]:
         """Return the launches that may be read now, oldest first; all of them with `drain`.
@@ -128,9 +161,10 @@ class ResultRing:
         return results
 
     def _may_read(self, slot: int, *, wait: bool) -> bool:
-        if self._events is None:
+        event = self._events[slot]
+        if event is None:
             return wait
         if wait:
-            self._events[slot].synchronize()
+            event.synchronize()
             return True
-        return self._events[slot].query()
+        return event.query()

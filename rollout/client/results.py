@@ -106,7 +106,7 @@ class CancelResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the running engine is and allows; lengths in tokens."""
+    """What the running engine is and allows; lengths in tokens. `result_transport` is host (CPU), mapped or copy, with the reason."""
 
     model_type: str
     dtype: str
@@ -123,6 +123,8 @@ class EngineFacts:
     kept_ids: bool
     run_ahead: int
     decode_tables: str
+    result_transport: str
+    result_transport_reason: str
     num_parameters: int
 
 

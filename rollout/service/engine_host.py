@@ -192,6 +192,7 @@ class EngineHost:
         info = self._engine.info
         facts = {name: getattr(info, name) for name in EngineFacts.model_fields}
         facts |= {"eos_ids": [int(one) for one in info.eos_ids]}
+        log.info("results of the engine come by %s: %s", info.result_transport, info.result_transport_reason)
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
         while not self._stopping:
             self._poller.watch(self._peer, writable=self._outbox.wants_room)

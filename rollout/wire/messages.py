@@ -241,6 +241,8 @@ class EngineFacts(Message):
     kept_ids: bool
     run_ahead: Count
     decode_tables: Name
+    result_transport: Name
+    result_transport_reason: Text
     num_parameters: Count
 
 

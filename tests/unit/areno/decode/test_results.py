@@ -1,4 +1,4 @@
-"""The result ring: slots are read before they are taken again, and run-ahead withholds results."""
+"""The result ring: slots are read before they are taken again, run-ahead withholds results, late devices are waited for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from areno.decode.results import ResultRing
+from areno.sampling.kept import MAX_KEPT
+from tests.unit.areno.decode.late_device import POISON, LateDevice
 
 
 def _take(ring: ResultRing, version: int = 0) -> None:
@@ -44,3 +46,82 @@ def test_a_read_result_survives_the_reuse_of_its_slot() -> None:
         _take(ring)
         ring.ready(drain=False)
     assert first.token.tolist() == [1] * 4
+
+
+def _launch(ring: ResultRing, device: LateDevice, lanes: int) -> int:
+    """Take a slot and queue a launch that fills its first lanes with the launch's number."""
+    seats = np.zeros(lanes, dtype=np.int64)
+    launch, _ = ring.take(seats=seats, generations=seats.astype(np.int32), version=0)
+
+    def write() -> None:
+        ring.launch_words[launch.slot, :, :lanes] = launch.number
+        if ring.launch_kept_ids is not None and ring.launch_kept_count is not None:
+            ring.launch_kept_ids[launch.slot, :lanes] = launch.number
+            ring.launch_kept_count[launch.slot, :lanes] = launch.number
+
+    device.queue.append(write)
+    ring.launched()
+    return launch.slot
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_late_device_is_read_only_once_its_event_has_passed(mapped: bool) -> None:
+    device = LateDevice(mapped=mapped)
+    ring = ResultRing(slots=4, lanes=8, run_ahead=3, kept=True, transport=device)
+    read = []
+    rng = np.random.default_rng(1)
+    for number in range(1, 60):
+        _launch(ring, device, lanes=int(rng.integers(1, 9)))
+        device.run(int(rng.integers(0, len(device.queue) + 1)))
+        for result in ring.ready(drain=False):
+            lanes = result.launch.seats.size
+            assert result.kept_ids is not None and result.kept_count is not None
+            assert result.token.tolist() == [result.launch.number] * lanes
+            assert result.kept_ids.tolist() == [[result.launch.number] * MAX_KEPT] * lanes
+            assert result.kept_count.tolist() == [result.launch.number] * lanes
+            read.append(result.launch.number)
+        assert number - ring.last_read <= 3, "more launches are unread than run_ahead allows"
+    read += [result.launch.number for result in ring.ready(drain=True)]
+    assert read == list(range(1, 60)) and not device.queue
+
+
+def test_nothing_is_ready_before_its_launch_has_passed() -> None:
+    device = LateDevice()
+    ring = ResultRing(slots=4, lanes=4, run_ahead=3, transport=device)
+    _launch(ring, device, lanes=4)
+    assert ring.ready(drain=False) == []
+    device.run(2)
+    assert ring.ready(drain=False) == [], "the launch and its copy have passed, the event has not"
+    device.run(1)
+    assert [result.launch.number for result in ring.ready(drain=False)] == [1]
+    assert device.events[0].waits == 0, "nobody waited"
+
+
+def test_a_copy_takes_the_used_words_of_one_slot_and_leaves_the_others_alone() -> None:
+    device = LateDevice()
+    ring = ResultRing(slots=3, lanes=8, run_ahead=1, transport=device)
+    ring.words.fill_(5)
+    for lanes in (3, 8):
+        slot = _launch(ring, device, lanes)
+        before = ring.words.clone()
+        ring.ready(drain=True)
+        assert device.copied.pop() == 5 * 8 + lanes and not device.copied
+        others = [place for place in range(3) if place != slot]
+        assert ring.words[others].equal(before[others])
+        assert ring.words[slot, 5, lanes:].tolist() == [5] * (8 - lanes), "words behind the last lane do not travel"
+        assert ring.words[slot, 0, lanes:].tolist() == [POISON] * (8 - lanes)
+
+
+def test_a_launch_without_lanes_copies_nothing() -> None:
+    device = LateDevice()
+    ring = ResultRing(slots=2, lanes=4, run_ahead=0, transport=device)
+    _launch(ring, device, lanes=0)
+    assert [result.status.size for result in ring.ready(drain=True)] == [0] and not device.copied
+
+
+def test_mapped_memory_is_never_copied() -> None:
+    device = LateDevice(mapped=True)
+    ring = ResultRing(slots=2, lanes=4, run_ahead=0, kept=True, transport=device)
+    _launch(ring, device, lanes=4)
+    ring.ready(drain=True)
+    assert ring.launch_words is ring.words and not device.copied
