@@ -22,9 +22,10 @@ import torch
 
 from areno.canary import CanaryGaps, CanaryProof
 from areno.config import EngineConfig, resolve
+from areno.device_errors import LESS_MEMORY, device_errors, device_failure
 from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
-from areno.rank import build_rank, check_host_memory, check_kernels, device_failure, fill_randomly, find_device, measure_device
+from areno.rank import build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
@@ -72,7 +73,8 @@ class Score:
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
 
-    Raises: CheckpointError, UnsupportedModel, InvalidConfig.
+    Raises: CheckpointError, UnsupportedModel, InvalidConfig; EngineFailure if the device fails, here and in every method that
+    runs on it, after which the engine is of no use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -88,14 +90,15 @@ class Engine:
             check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
         else:
             check_kernels(config, resolved, model_config)
-        rank = build_rank(config, resolved, model_config, device)
+        with device_errors("while the engine was built"):
+            rank = build_rank(config, resolved, model_config, device)
+            if config.load_format == "dummy":
+                fill_randomly(rank.model, resolved.seed)
+            else:
+                load_checkpoint(folder, rank.model.table)
+            rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
-        if config.load_format == "dummy":
-            fill_randomly(rank.model, resolved.seed)
-        else:
-            load_checkpoint(folder, self._table)
-        rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
         self._proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
@@ -162,7 +165,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Plan, launch at most one prefill and one decode, and return what has become known.
 
-        Raises: EngineFailure if the device fails; the engine is of no use afterwards.
+        Raises: EngineFailure.
         """
         try:
             return self._step()
@@ -191,15 +194,10 @@ class Engine:
     def collect(self) -> StepOutput:
         """Return what the launches already made have said, making none: what a paused engine still has to tell.
 
-        Raises: EngineFailure, as `step`.
+        Raises: EngineFailure.
         """
-        try:
+        with device_errors("while results were read"):
             read = self._read(drain=True)
-        except RuntimeError as error:
-            failure = device_failure(error)
-            if failure is None:
-                raise
-            raise failure from error
         return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
@@ -211,9 +209,16 @@ class Engine:
             raise InvalidRequest(
                 "ids holds one id", field="ids", value=1, limit="at least two are needed", remedy="score a sequence with a context"
             )
-        with torch.inference_mode():
+        no_room = RequestTooLong(
+            f"the device has no memory to score {array.size} ids at once",
+            field="ids",
+            value=int(array.size),
+            limit="a score runs without pages, beside what the engine holds",
+            remedy=f"score a shorter sequence, or {LESS_MEMORY}",
+        )
+        with device_errors("while ids were scored", out_of_memory=no_room), torch.inference_mode():
             tempered, raw = self._forward.score(array, sampling.temperature)
-        return Score(token_logprobs=tempered.cpu().numpy().copy(), raw_logprobs=raw.cpu().numpy().copy(), version=self.version)
+            return Score(token_logprobs=tempered.cpu().numpy().copy(), raw_logprobs=raw.cpu().numpy().copy(), version=self.version)
 
     def _check_scorable(self, name: str, ids: np.ndarray) -> None:
         if ids.size > self.info.max_model_len:
@@ -246,24 +251,29 @@ class Engine:
         self._update = WeightUpdate(self._table, manifest, version=version, partial=partial)
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch."""
-        self._open_update().stage(name, tensor)
+        """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch, WeightUpdateError."""
+        with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
+            self._open_update().stage(name, tensor)
 
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
         """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
 
         The update is closed either way; on failure the old weights serve on under their old version.
-        Raises: NoUpdate, ManifestMismatch, DigestMismatch, CanaryMismatch, InvalidRequest (a canary's ids).
+        Raises: NoUpdate, ManifestMismatch, DigestMismatch, CanaryMismatch, WeightUpdateError, InvalidRequest (a canary's ids).
         """
         update = self._open_update()
         started = time.perf_counter()
         self._update = None
         for canary in canaries:
             self._check_scorable("canary.ids", check_ids("canary.ids", canary.ids, self.info.vocab_size))
-        with torch.inference_mode():
+        with (
+            device_errors("while weights were committed", out_of_memory=_no_room("prove", f"version {update.version}")),
+            torch.inference_mode(),
+        ):
             update.verify(digests)
             verified = time.perf_counter()
-            update.swap()
+            with device_errors("while weights were swapped"):
+                update.swap()
             swapped = time.perf_counter()
             try:
                 gaps = self._proof.measure(canaries)
@@ -377,6 +387,12 @@ class Engine:
             limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
             remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
         )
+
+
+def _no_room(what: str, name: str) -> WeightUpdateError:
+    return WeightUpdateError(
+        f"the device has no memory to {what} {name}", field="device", limit="the old weights serve on", remedy=f"abort, and {LESS_MEMORY}"
+    )
 
 
 def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tuple[PromptScore, ...]) -> StepOutput:

@@ -18,7 +18,7 @@ from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables
 from areno.decode.transport import Transport, choose_transport
-from areno.errors import EngineFailure, InvalidConfig, UnsupportedModel
+from areno.errors import InvalidConfig, UnsupportedModel
 from areno.executor import Executor
 from areno.forward import Forward
 from areno.kv.store import KVStore
@@ -115,17 +115,6 @@ def check_kernels(config: EngineConfig, resolved: ResolvedConfig, model: ModelCo
             limit="there: resident",
             remedy="leave decode_tables out, or use device='cpu'",
         )
-
-
-def device_failure(error: RuntimeError) -> EngineFailure | None:
-    """Return what a failed step of a CUDA device means to callers; None for errors that the device did not cause."""
-    if isinstance(error, torch.OutOfMemoryError):
-        remedy = "restart with a lower gpu_memory_fraction, fewer max_rows or fewer max_prefill_tokens"
-    elif "CUDA" in str(error):
-        remedy = "restart the engine: after such an error the process cannot use the device; check the driver's log if it comes again"
-    else:
-        return None
-    return EngineFailure(f"the device failed in the middle of a step: {str(error).splitlines()[0]}", field="device", remedy=remedy)
 
 
 def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes: int) -> None:

@@ -39,7 +39,8 @@ class RolloutSource(Generic[P]):
     `fresh_groups`: of these, how many start only when a `next` waits, so that each step has tokens of the newest weights.
     `min_valid_members`: a group with fewer trainable members counts as failed (default: 2, or 1 for groups of one).
     A prompt that failed `max_attempts` times makes `next` raise; it stays queued. `safe_point`, if given, is called in the
-    caller's thread when `next` starts and every `poll_s` seconds while it waits: the place for weights that are asked for.
+    caller's thread when `next` starts and every `poll_s` seconds while it waits: the place for weights that are asked for
+    (`WeightPush.push_if_needed`).
     A service that is away (host died, waits for weights, busy, unreachable) costs no attempt: prompts are held and tried again,
     less and less often, and only failures that go on for `outage_s` seconds of a waiting `next` make it raise ServiceOutage.
     Raises: InvalidOption.
@@ -59,7 +60,7 @@ class RolloutSource(Generic[P]):
         max_attempts: int = 3,
         epochs: int | None = 1,
         seed: int = 0,
-        safe_point: Callable[[], None] | None = None,
+        safe_point: Callable[[], object] | None = None,
         poll_s: float = 0.25,
         outage_s: float = 60.0,
     ):

@@ -220,11 +220,20 @@ class EngineHost:
             try:
                 self._handlers[packet.op](packet)
             except Exception as error:
-                # A refused call is data for its caller; only a failing step may end this process.
+                # A refused call is data for its caller; only an engine that is of no use any more ends this process.
+                self._raise_broken(error)
                 if packet.request_id == NO_REQUEST:
                     log.exception("%s failed", packet.op.name)
                 else:
                     self._outbox.reply(Op.ERROR, packet.request_id, error_fields(error))
+
+    @staticmethod
+    def _raise_broken(error: Exception) -> None:
+        """Let an engine's failure end the process; the front answers every call and request with it."""
+        from areno.errors import EngineFailure
+
+        if isinstance(error, EngineFailure):
+            raise error
 
     def _submit(self, packet: Packet) -> None:
         """Queue a request, or the members of a group: all of them or none."""
@@ -291,6 +300,7 @@ class EngineHost:
         if staged.error is None:
             self._outbox.reply(Op.DONE, staged.call_id, {})
         else:
+            self._raise_broken(staged.error)
             self._outbox.reply(Op.ERROR, staged.call_id, error_fields(staged.error))
 
     def _commit(self, packet: Packet) -> None:
@@ -380,4 +390,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == EXIT_ENGINE_FAILED:
+        # All is said. After a device error that stays, the device's libraries may wait or abort at the interpreter's end.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -158,14 +158,14 @@ class Front:
 
     @property
     def health(self) -> str:
-        """starting, ready, needs_weights, failed or stopping."""
+        """starting, ready, needs_weights (a host is ready to take them), failed or stopping."""
         if self._stopping:
             return "stopping"
         if self._supervisor.failure is not None:
             return "failed"
-        if self._control.needs_weights is not None:
-            return "needs_weights"
-        return "ready" if self._admission.ready else "starting"
+        if not self._admission.ready:
+            return "starting"
+        return "ready" if self._control.needs_weights is None else "needs_weights"
 
     def _refusal(self) -> RolloutError | None:
         return refusal(self._control.needs_weights, self._supervisor.failure, self._stopping)

@@ -112,24 +112,35 @@ class Supervisor:
         for packet in self._link.last_words():
             self._take(packet)
         cause = self._cause
+        now = time.monotonic()
+        self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
+        restarts = self.was_ready and len(self._starts) <= self._max_restarts
+        self._control.host_died()
         error = HostFailed(
             f"the engine host ended with status {status}" + (f": {cause.what}" if cause else ""),
             limit=cause.limit if cause else None,
-            remedy="submit the request again; the service starts a new engine host",
+            remedy=self._remedy(cause, restarts=restarts),
         )
         if self.was_ready or cause is None:
-            log.error("%s", error.what)
+            log.error("%s", error)
         self._admission.ready = False
         self._requests.fail_submitted(error)
         self._calls.fail_all(error)
-        self._control.host_died()
         self._link.clear()
-        now = time.monotonic()
-        self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
-        if self.was_ready and len(self._starts) <= self._max_restarts:
+        if restarts:
             self.start()
             return
         self.failure = cause or error
         self._requests.refuse_held(self.failure)
         if not self.was_ready:
             self._on_event("failed", {"error": error_fields(self.failure)})
+
+    def _remedy(self, cause: RolloutError | None, *, restarts: bool) -> str:
+        """Say what to do about a host's death: by a caller, then by whoever runs the service."""
+        advice = f"; the host's advice: {cause.remedy}" if cause and cause.remedy else ""
+        if not restarts:
+            return f"see the service's log, then start it again{advice}"
+        needed = self._control.needs_weights
+        if needed is None:
+            return f"submit the request again; the service starts a new engine host{advice}"
+        return f"push the trainer's weights, since the new engine host waits for version {needed}, then submit the request again{advice}"

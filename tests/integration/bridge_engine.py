@@ -28,7 +28,7 @@ class EngineWeights:
         self._updates = 0
 
     def info(self) -> Any:
-        return SimpleNamespace(version=self.engine.version, weights_dir=str(self.weights_dir), engine=self.engine.info)
+        return SimpleNamespace(version=self.engine.version, needs_weights=None, weights_dir=str(self.weights_dir), engine=self.engine.info)
 
     def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None) -> Any:
         specs = None if manifest is None else {name: (spec["dtype"], tuple(spec["shape"])) for name, spec in manifest.items()}

@@ -210,8 +210,8 @@ def test_after_a_host_death_trained_weights_are_asked_for_and_can_be_restored(tm
             client.weights_commit(ticket.update_id)
         with pytest.raises(NeedsWeights, match=f"weights of version {version}.*push the trainer's weights"):
             client.generate([1], max_new_tokens=2)
-        assert client.info().health == "needs_weights"
-        wait_until(lambda: client.stats()["engine"] is not None)
+        wait_until(lambda: client.info().health == "needs_weights")
+        assert client.stats()["engine"] is not None, "that is said once a host is there to take weights"
         with pytest.raises(WeightUpdateError, match=f"needed weights: version {version}"):
             client.weights_begin(None, restore=version + 5)
         with pytest.raises(WeightUpdateError, match="push all tensors"):

@@ -20,6 +20,7 @@ import torch
 
 from areno.weights.digest import digest
 from trainer_bridge.errors import InvalidOption, PushError, PushWarning, WeightsUnchanged
+from trainer_bridge.outage import outage_code
 from trainer_bridge.weights.file import WeightFolder
 from trainer_bridge.weights.names import DTYPE_NAMES, DTYPES, plain_name, serving_tensors, ties_head
 from trainer_bridge.weights.proof import (
@@ -99,7 +100,8 @@ class WeightPush:
     `client`: the service's blocking client. `model`: the trainer's module; it names the tensors and makes the canaries.
     `canary_ids`: the sequences to compare (default: three fixed ones). `autocast`: makes the context that training runs its
     forward in, for example `lambda: torch.autocast("cuda", torch.bfloat16)`. `allow_unchanged`: accept pushes that change
-    nothing. `bucket_bytes`: how much goes into one file.
+    nothing; weights that the service lost and asks for (`info().needs_weights`) are never such a push. `bucket_bytes`: how
+    much goes into one file.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class WeightPush:
         """
         started = time.monotonic()
         parameters, manifest = self._named(named_parameters)
+        regained = self._compare_with_service()
         step = self._num_pushes if trainer_step is None else trainer_step
         ticket = self._client.weights_begin(manifest, trainer_step=step)
         try:
@@ -171,7 +174,20 @@ class WeightPush:
             raise
         finally:
             self._folder.remove_written()
-        return self._publish(outcome, sent, step, time.monotonic() - started)
+        return self._publish(outcome, sent, step, time.monotonic() - started, regained=regained)
+
+    def push_if_needed(self) -> PushReport | None:
+        """Push the model's weights if the service lost its own and asks for them; for `RolloutSource(safe_point=...)`.
+
+        Returns None where nothing is asked for or the service is away, which the source bounds by `outage_s`.
+        Blocks: as `push`. Raises: as `push`.
+        """
+        try:
+            return self.push() if self._client.info().health == "needs_weights" else None
+        except Exception as error:
+            if outage_code(error) is None:
+                raise
+            return None
 
     def _named(self, named_parameters: NamedParameters | None) -> tuple[NamedParameters, dict[str, dict[str, Any]] | None]:
         """Return the parameters to send and, where shapes are known before any is read, the manifest."""
@@ -224,6 +240,17 @@ class WeightPush:
         if bucket:
             yield bucket
 
+    def _compare_with_service(self) -> bool:
+        """Forget the last push where the service serves another's; return whether it lost its weights and asks for them.
+
+        The same weights again are no push that changes nothing then.
+        """
+        info = self._client.info()
+        lost = info.needs_weights is not None
+        if lost or info.version != self._version:
+            self._last_digests, self._unchanged = None, 0
+        return lost
+
     def _check_changed(self, digests: dict[str, int]) -> None:
         """Count pushes in a row that equal the one before; refuse the third before it is committed."""
         if self._last_digests is None or digests != self._last_digests:
@@ -254,9 +281,10 @@ class WeightPush:
         except Exception as second:  # The first error is the one to report; the service drops the update with our lease.
             error.add_note(f"the abort of the update failed too: {second}")
 
-    def _publish(self, outcome: Any, sent: _Sent, step: int, seconds: float) -> PushReport:
+    def _publish(self, outcome: Any, sent: _Sent, step: int, seconds: float, *, regained: bool) -> PushReport:
         known = self._last_digests
-        self._unchanged = self._unchanged + 1 if outcome.changed_tensors == 0 or known == sent.digests else 0
+        same = not regained and (outcome.changed_tensors == 0 or known == sent.digests)
+        self._unchanged = self._unchanged + 1 if same else 0
         self._last_digests = sent.digests
         self._num_pushes += 1
         self._version = outcome.version

@@ -1,4 +1,4 @@
-"""What a device refuses, and what its failures mean to callers."""
+"""What a device refuses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 
 from areno import EngineConfig, InvalidConfig, UnsupportedModel
 from areno.config import DeviceLimits, resolve
-from areno.errors import EngineFailure
 from areno.models.model_config import read_model_config
-from areno.rank import check_kernels, device_failure, find_device
-from tests.engine_runs import make_engine, request
+from areno.rank import check_kernels, find_device
 from tests.fixtures_models import write_checkpoint
 
 CARD = DeviceLimits(name="cuda:0", kind="cuda", kv_bytes=1 << 34)
@@ -54,24 +52,3 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(
     with pytest.raises(error, match=field) as refusal:
         check_kernels(config, resolved, model)
     assert "cpu" in str(refusal.value)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")])
-def test_a_device_that_fails_in_a_step_is_a_typed_failure_with_a_remedy(folder: Path, error: RuntimeError) -> None:
-    engine = make_engine(folder)
-
-    class Broken:
-        launch_s, version = 0.0, 0
-
-        def execute(self, command: object) -> None:
-            raise error
-
-    engine._executor = Broken()  # type: ignore[assignment]
-    engine.submit(request(1, [3, 4, 5], max_new_tokens=2))
-    with pytest.raises(EngineFailure, match="middle of a step") as failure:
-        engine.step()
-    assert "restart" in str(failure.value.remedy)
-
-
-def test_an_error_of_another_kind_is_itself() -> None:
-    assert device_failure(RuntimeError("shapes differ")) is None

@@ -86,6 +86,7 @@ class FakeWeightService:
     manifests: list[Any] = field(default_factory=list)
     canaries: list[Any] = field(default_factory=list)
     staged: dict[str, torch.Tensor] | None = None
+    needs_weights: int | None = None
 
     def _reach(self, operation: str) -> None:
         self.calls.append(operation)
@@ -94,7 +95,16 @@ class FakeWeightService:
 
     def info(self) -> Any:
         engine = SimpleNamespace(dtype=self.dtype, num_valid_ids=32, max_model_len=64)
-        return SimpleNamespace(version=self.version, weights_dir=str(self.weights_dir), engine=engine)
+        if "info" in self.fail_at:
+            raise self.fail_at["info"]
+        health = "ready" if self.needs_weights is None else "needs_weights"
+        return SimpleNamespace(
+            health=health, version=self.version, needs_weights=self.needs_weights, weights_dir=str(self.weights_dir), engine=engine
+        )
+
+    def lose_weights(self, *, folder: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Start again from the folder's tensors, as a service does whose engine host died."""
+        self.tensors, self.needs_weights = dict(folder or {}), self.version
 
     def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None) -> Any:
         self._reach("begin")
@@ -117,6 +127,7 @@ class FakeWeightService:
         old, self.tensors, self.staged = self.tensors, self.staged, None
         self.canaries = list(canaries)
         self.version += 1
+        self.needs_weights = None
         changed = [name for name, tensor in self.tensors.items() if name not in old or not torch.equal(old[name], tensor)]
         return SimpleNamespace(
             version=self.version,

@@ -206,6 +206,67 @@ def test_unchanged_pushes_pass_when_they_are_allowed(service: FakeWeightService)
         assert [push.push().version for _ in range(6)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_weights_that_the_service_lost_are_pushed_again_as_often_as_it_asks(service: FakeWeightService) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    push.push()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in range(2, 7):
+            service.lose_weights()
+            assert push.push().version == version and service.needs_weights is None
+    for _ in range(2):
+        with pytest.warns(PushWarning, match="equals the weights before it"):
+            push.push()
+    with pytest.raises(WeightsUnchanged):
+        push.push()
+
+
+def test_lost_weights_that_equal_the_folders_count_as_no_unchanged_push(service: FakeWeightService) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    push.push()
+    folder = dict(service.tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            service.lose_weights(folder=folder)
+            assert push.push().changed_tensors == 0
+
+
+def test_after_the_push_of_another_trainer_the_same_weights_count_anew(service: FakeWeightService) -> None:
+    model, other = TinyNet(), TinyNet(seed=1)
+    push, theirs = WeightPush(service, model), WeightPush(service, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert push.push().changed_tensors == len(dict(model.named_parameters()))
+            theirs.push()
+
+
+def test_a_safe_point_pushes_only_what_is_asked_for_and_leaves_outages_to_the_source(service: FakeWeightService) -> None:
+    push = WeightPush(service, TinyNet())
+    assert push.push_if_needed() is None and service.calls == []
+    push.push()
+    service.lose_weights()
+    report = push.push_if_needed()
+    assert report is not None and report.version == service.version == 2
+    assert push.push_if_needed() is None
+    service.lose_weights()
+    for operation, error in (("info", Away("away")), ("begin", Away("the host is gone again"))):
+        service.fail_at = {operation: error}
+        assert push.push_if_needed() is None
+    service.fail_at = {"begin": RuntimeError("something else")}
+    with pytest.raises(RuntimeError, match="something else"):
+        push.push_if_needed()
+
+
+class Away(Exception):
+    """What a client raises while the service is away."""
+
+    code = "host_failed"
+
+
 def test_canaries_come_from_the_models_own_forward_in_eval_mode(service: FakeWeightService) -> None:
     model = TinyNet().train()
     model.embed.eval()
