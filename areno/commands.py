@@ -24,7 +24,10 @@ class ApplyDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearPages:
-    """Zero pages that were just handed out, so that nothing an earlier owner left (NaN of diverged weights) is ever read."""
+    """Zero pages that were just handed out, so that nothing an earlier owner left (NaN of diverged weights) is ever read.
+
+    In the log only where attention reads whole pages (`ResolvedConfig.clears_pages`).
+    """
 
     pages: np.ndarray
 

@@ -156,7 +156,8 @@ class EngineConfig:
 class ResolvedConfig:
     """What the options mean for one model on one device: sizes of everything that is allocated once.
 
-    `num_pages` counts usable pages; the store has `RESERVED_PAGES` and the canary's pages beside them.
+    `num_pages` counts usable pages; the store has `RESERVED_PAGES` and the canary's pages beside them. `clears_pages` says whether
+    pages are zeroed when they change hands.
     """
 
     dtype: str
@@ -168,6 +169,7 @@ class ResolvedConfig:
     table_rows: int
     page_size: int
     num_pages: int
+    clears_pages: bool
     canary_pages: int
     max_model_len: int
     pages_per_row: int
@@ -258,6 +260,9 @@ def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, t
         table_rows=buckets[-1],
         page_size=page_size,
         num_pages=config.num_pages or min(wanted, max(pages_per_row, affordable) if on_cpu else affordable),
+        # The CPU's attention reads whole pages and hides scores by adding -inf, which leaves NaN of an earlier owner NaN. The kernels
+        # of a CUDA device load no token behind a row's last one.
+        clears_pages=on_cpu,
         canary_pages=canary_pages,
         max_model_len=max_len,
         pages_per_row=pages_per_row,

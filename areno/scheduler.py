@@ -157,12 +157,13 @@ class Scheduler:
         decode = self._plan_decode()
         commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
         # A copy may read what eviction has just freed and handed out again: copies first, into pages they fill whole.
-        filled = {copy.target for copy in copies}
-        fresh = [page for page in self._residency.pool.take_fresh() if page not in filled]
         if copies:
             commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
-        if fresh:
-            commands.append(ClearPages(pages=np.array(fresh, dtype=np.int64)))
+        if self._resolved.clears_pages:
+            filled = {copy.target for copy in copies}
+            fresh = [page for page in self._residency.pool.take_fresh() if page not in filled]
+            if fresh:
+                commands.append(ClearPages(pages=np.array(fresh, dtype=np.int64)))
         commands.extend(launch for launch in (prefill, decode) if launch is not None)
         return commands
 

@@ -13,14 +13,15 @@ import numpy as np
 
 
 class PagePool:
-    """Reference counts over pages `first`..`first + num_pages - 1`."""
+    """Reference counts over pages `first`..`first + num_pages - 1`. `lists_fresh` keeps a list of what is handed out."""
 
-    __slots__ = ("_first", "_free", "_fresh", "_references")
+    __slots__ = ("_first", "_free", "_fresh", "_lists_fresh", "_references")
 
-    def __init__(self, num_pages: int, first: int) -> None:
+    def __init__(self, num_pages: int, first: int, *, lists_fresh: bool = True) -> None:
         self._first = first
         self._free = np.arange(first + num_pages - 1, first - 1, -1, dtype=np.int32).tolist()
         self._references = np.zeros(first + num_pages, dtype=np.int32)
+        self._lists_fresh = lists_fresh
         self._fresh: list[int] = []
 
     @property
@@ -33,6 +34,11 @@ class PagePool:
         """Number of pages nobody refers to."""
         return len(self._free)
 
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """The pages nobody refers to; tests put garbage in them."""
+        return tuple(self._free)
+
     def references(self, page: int) -> int:
         """Return how many tables and index nodes name `page`."""
         return int(self._references[page])
@@ -42,7 +48,8 @@ class PagePool:
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         self._references[pages] = 1
-        self._fresh.extend(pages)
+        if self._lists_fresh:
+            self._fresh.extend(pages)
         return pages
 
     def take_fresh(self) -> list[int]:

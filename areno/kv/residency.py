@@ -36,7 +36,7 @@ class Residency:
     def __init__(self, config: EngineConfig, resolved: ResolvedConfig) -> None:
         self._page_size = resolved.page_size
         self._version = config.initial_version
-        self.pool = PagePool(resolved.num_pages, RESERVED_PAGES + resolved.canary_pages)
+        self.pool = PagePool(resolved.num_pages, RESERVED_PAGES + resolved.canary_pages, lists_fresh=resolved.clears_pages)
         self.prefix = PrefixIndex(self.pool, resolved.page_size, epoch=self._version, enabled=config.prefix_cache)
         self.rows = RowPool(resolved.max_rows)
         self.slots = SlotPool(config.sampling_slots)

@@ -22,6 +22,7 @@ from areno.config import DeviceLimits, resolve
         ("dtype", "float16"),
         ("device", "tpu"),
         ("decode_tables", "magic"),
+        ("result_transport", "pigeon"),
         ("max_prefill_tokens", 0),
         ("canary_tolerance", float("nan")),
         ("seed", -1),
@@ -54,6 +55,7 @@ def test_a_cuda_device_has_buckets_from_one_row_on_and_defaults_of_its_own() -> 
     resolved = resolve(EngineConfig(model="x", max_rows=20), card, model_max_len=512, token_kv_elements=256)
     assert resolved.buckets == (1, 2, 4, 8, 16, 20)
     assert (resolved.dtype, resolved.page_size, resolved.run_ahead, resolved.num_pages) == ("bfloat16", 64, 2, 20 * 8)
+    assert not resolved.clears_pages
     assert resolve(EngineConfig(model="x"), card, model_max_len=512, token_kv_elements=256).max_rows == 256
 
 

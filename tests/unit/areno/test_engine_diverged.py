@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from areno import Canary, Engine, FinishKind
+from areno.config import SINK_PAGE
 from areno.errors import CanaryMismatch
-from tests.engine_runs import assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
+from tests.engine_runs import Recorder, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
 
 
@@ -72,6 +73,39 @@ def test_a_prompt_whose_first_chunk_cannot_be_scored_fails_at_once(llama: Path, 
     item = request(0, random_prompt(np.random.default_rng(1), 60, 61), max_new_tokens=5, prompt_logprobs_from=1)
     output = run(engine, [item])[0]
     assert output.end.reason.kind is FinishKind.FAILED and output.ids == [] and output.prompt_score is None
+
+
+def _poison(engine: Engine) -> None:
+    """Fill every page that nobody holds, and the sink page, with NaN."""
+    pages = torch.tensor([SINK_PAGE, *engine._scheduler._residency.pool.free_pages])
+    for store in (engine._store.keys, engine._store.values):
+        store.index_fill_(1, pages, float("nan"))
+
+
+@pytest.mark.parametrize("path", ["resident", "rebuilt"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_pages_of_nan_never_reach_an_output(llama: Path, path: str, run_ahead: int) -> None:
+    rng = np.random.default_rng(3)
+    # A common beginning, so that prefixes are hit and tails copied; rows are preempted where pages are few.
+    shared = random_prompt(rng, 37, 38)
+    asked = [request(n, np.append(shared, random_prompt(rng, 1, 30)), max_new_tokens=110, seed=n, ignore_eos=True) for n in range(10)]
+    asked += [request(20 + n, shared, max_new_tokens=12, seed=n, group=1) for n in range(4)]
+    settings = {"decode_tables": path, "run_ahead": run_ahead, "num_pages": 24, "max_prefill_tokens": 48}
+    clean = run(make_engine(llama, **settings), asked)
+    engine = make_engine(llama, **settings)
+    recorder = Recorder()
+    for item in asked:
+        engine.submit(item)
+    while engine.has_work:
+        _poison(engine)
+        recorder.add(engine.step())
+        engine.check_integrity()
+    stats = engine.stats()
+    assert stats["forks"] and stats["cached_tokens"] and stats["preemptions"], "the pool was not stirred"
+    assert torch.isnan(engine._store.keys).any(), "nothing was poisoned"
+    for number, output in clean.items():
+        found = recorder.outputs[number]
+        assert found.ids == output.ids and np.allclose(found.logprobs, output.logprobs, atol=1e-4), f"request {number}"
 
 
 def test_a_proof_that_failed_on_nan_does_not_spoil_the_next_one(llama: Path) -> None:

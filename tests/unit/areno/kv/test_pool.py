@@ -23,6 +23,16 @@ def test_a_page_is_free_again_after_its_last_reference() -> None:
         pool.check_integrity({pages[1]: 2, pages[2]: 1})
 
 
+def test_what_is_handed_out_is_listed_once_and_only_where_it_is_asked_for() -> None:
+    pool, silent = PagePool(4, first=2), PagePool(4, first=2, lists_fresh=False)
+    for one in (pool, silent):
+        [page] = one.allocate(1)
+        one.release(page)
+        assert one.allocate(2)[0] == page and set(one.free_pages) == {4, 5}
+    assert pool.take_fresh() == [2, 3] and pool.take_fresh() == []
+    assert silent.take_fresh() == []
+
+
 def test_rows_are_given_lowest_first_with_generations_that_never_repeat() -> None:
     rows = RowPool(3)
     first = [rows.allocate() for _ in range(3)]
