@@ -1,8 +1,8 @@
-"""Whole pages of the K/V store, copied or zeroed in every layer by one launch.
+"""Whole pages of the K/V store, copied in every layer by one launch.
 
-A fork copies the partly filled page of a row, a tail hit that of a finished one; captures leave scratch pages to be
-zeroed. The page lists are device tensors, so nothing is asked of the host. Sources and targets of one copy are disjoint:
-programs run in any order, and one that read a page which another writes would see either content.
+A fork copies the partly filled page of a row, a tail hit that of a finished one. The page lists are device tensors, so
+nothing is asked of the host. Sources and targets of one launch are disjoint: programs run in any order, and one that read a
+page which another writes would see either content. `kv.store` cuts its lists so.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,22 +18,17 @@ BLOCK = 4096
 
 
 @triton.jit
-def _pages_kernel(keys, values, sources, targets, num_blocks, stride_layer, SIZE: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
+def _copy_kernel(keys, values, sources, targets, num_blocks, stride_layer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     page = tl.program_id(0) // num_blocks
     place = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = place < SIZE
     layer = tl.program_id(1).to(tl.int64) * stride_layer
+    source = layer + tl.load(sources + page).to(tl.int64) * SIZE + place
     target = layer + tl.load(targets + page).to(tl.int64) * SIZE + place
-    if COPY:
-        source = layer + tl.load(sources + page).to(tl.int64) * SIZE + place
-        key = tl.load(keys + source, mask=inside)
-        value = tl.load(values + source, mask=inside)
-        tl.store(keys + target, key, mask=inside)
-        tl.store(values + target, value, mask=inside)
-    else:
-        zero = tl.zeros([BLOCK], keys.dtype.element_ty)
-        tl.store(keys + target, zero, mask=inside)
-        tl.store(values + target, zero, mask=inside)
+    key = tl.load(keys + source, mask=inside)
+    value = tl.load(values + source, mask=inside)
+    tl.store(keys + target, key, mask=inside)
+    tl.store(values + target, value, mask=inside)
 
 
 def copy_pages(keys: torch.Tensor, values: torch.Tensor, sources_n: torch.Tensor, targets_n: torch.Tensor) -> None:
@@ -42,15 +37,6 @@ def copy_pages(keys: torch.Tensor, values: torch.Tensor, sources_n: torch.Tensor
     Shapes: `keys` and `values` [L, N, ...], contiguous; lists [n], int32 or int64, on their device. Mutates: the target pages.
     """
     assert sources_n.shape == targets_n.shape, f"{tuple(sources_n.shape)} sources for {tuple(targets_n.shape)} targets"
-    _launch(keys, values, sources_n, targets_n)
-
-
-def clear_pages(keys: torch.Tensor, values: torch.Tensor, pages_n: torch.Tensor) -> None:
-    """Zero pages in every layer. Shapes: `keys` and `values` [L, N, ...], contiguous; `pages_n` [n]. Mutates: these pages."""
-    _launch(keys, values, None, pages_n)
-
-
-def _launch(keys: torch.Tensor, values: torch.Tensor, sources_n: torch.Tensor | None, targets_n: torch.Tensor) -> None:
     assert keys.shape == values.shape and keys.dtype == values.dtype, "keys and values differ in shape or dtype"
     assert keys.is_contiguous() and values.is_contiguous(), "keys and values must be contiguous"
     num_layers, num_pages = keys.shape[:2]
@@ -60,6 +46,4 @@ def _launch(keys: torch.Tensor, values: torch.Tensor, sources_n: torch.Tensor | 
     size = keys.numel() // (num_layers * num_pages)
     block = min(BLOCK, triton.next_power_of_2(size))
     num_blocks = triton.cdiv(size, block)
-    _pages_kernel[(count * num_blocks, num_layers)](
-        keys, values, sources_n, targets_n, num_blocks, keys.stride(0), SIZE=size, BLOCK=block, COPY=sources_n is not None
-    )
+    _copy_kernel[(count * num_blocks, num_layers)](keys, values, sources_n, targets_n, num_blocks, keys.stride(0), SIZE=size, BLOCK=block)

@@ -9,8 +9,27 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from areno.config import SINK_PAGE
+from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.uploads import upload
+
+
+def independent_copies(sources: np.ndarray, targets: np.ndarray) -> list[slice]:
+    """Cut a list of page copies into parts in which no page is both read and written, to be run one after the other.
+
+    A page may be read first and written later in the list (it was evicted in between), never the other way round. Shapes: [n] each.
+    """
+    parts, start = [], 0
+    read: set[int] = set()
+    written: set[int] = set()
+    for place, (source, target) in enumerate(zip(sources.tolist(), targets.tolist())):
+        assert source not in written and source != target, f"page {source} is copied after it was written"
+        assert target not in written, f"page {target} is written twice"
+        if target in read:
+            parts.append(slice(start, place))
+            start, read = place, set()
+        read.add(source)
+        written.add(target)
+    return [*parts, slice(start, sources.size)] if sources.size else []
 
 
 class KVStore:
@@ -31,6 +50,9 @@ class KVStore:
         self._page_keys = self.keys.view(num_layers, num_pages, -1)
         self._page_values = self.values.view(num_layers, num_pages, -1)
         self._scratch = self._page_keys.new_empty((2, 0, self._page_keys.shape[2]))
+        if device.type == "cuda":
+            # Compiles the kernel now and not in the first fork; the sink is never read.
+            self.copy(np.array([ZERO_PAGE]), np.array([SINK_PAGE]))
 
     @property
     def sink_slot(self) -> int:
@@ -49,10 +71,17 @@ class KVStore:
         self.values.index_fill_(1, places, 0.0)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole pages in every layer; all sources are read first. Mutates: the target pages."""
-        given, taken = upload(self.keys.device, sources, targets)
-        self.keys[:, taken] = self.keys[:, given]
-        self.values[:, taken] = self.values[:, given]
+        """Copy whole pages in every layer, as if all sources were read first. Shapes: [n] each. Mutates: the target pages."""
+        if self.keys.device.type == "cpu":
+            given, taken = upload(self.keys.device, sources, targets)
+            self.keys[:, taken] = self.keys[:, given]
+            self.values[:, taken] = self.values[:, given]
+            return
+        from areno.kernels.pages import copy_pages
+
+        for part in independent_copies(sources, targets):
+            given, taken = upload(self.keys.device, sources[part], targets[part])
+            copy_pages(self.keys, self.values, given, taken)
 
     def gather(self, layer: int, tables_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of B page lists, valid until the next call. Shapes: [B, K, P * G, D], strided."""

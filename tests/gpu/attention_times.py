@@ -26,7 +26,7 @@ from torch.nn import functional
 from areno.kernels.activation import silu_mul
 from areno.kernels.attention import FEW_ROWS_TILING, TILING, Tiling
 from areno.kernels.norm import add_rms_norm, rms_norm
-from areno.kernels.pages import clear_pages, copy_pages
+from areno.kernels.pages import copy_pages
 from areno.kernels.rope_kv import rope_kv
 from areno.layers.norm import RMSNorm
 from areno.layers.rope import Rope
@@ -218,7 +218,6 @@ def time_pages(count: int = 32, layers: int = 28) -> Iterator[dict]:
             part.index_copy_(1, targets, part.index_select(1, sources))
 
     yield measured(f"copy {count} pages", "torch", traffic, 4, copy)
-    yield measured(f"clear {count} pages", f"{layers} layers", traffic // 2, 4, lambda index: clear_pages(keys, values, targets))
 
 
 def every_timing() -> Iterator[dict]:

@@ -1,4 +1,4 @@
-"""Copies and clears of whole pages against plain indexing, in Triton's interpreter."""
+"""Copies of whole pages against plain indexing, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from areno.kernels.pages import clear_pages, copy_pages
+from areno.kernels.pages import copy_pages
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 4, 2, 16), (2, 9, 2, 4, 1030)])
@@ -22,16 +22,8 @@ def test_pages_are_copied_in_every_layer_and_no_others_change(shape: tuple[int, 
     assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
 
 
-def test_pages_are_cleared_in_every_layer_and_no_others_change() -> None:
-    keys, values = torch.full((2, 5, 3, 7), 1.5), torch.full((2, 5, 3, 7), 2.5)
-    clear_pages(keys, values, torch.tensor([3, 0], dtype=torch.int32))
-    for store, value in ((keys, 1.5), (values, 2.5)):
-        assert (store[:, [0, 3]] == 0).all() and (store[:, [1, 2, 4]] == value).all()
-
-
 def test_an_empty_list_changes_nothing() -> None:
     keys, values = torch.ones(1, 2, 3), torch.ones(1, 2, 3)
     none = torch.zeros(0, dtype=torch.int64)
     copy_pages(keys, values, none, none)
-    clear_pages(keys, values, none)
     assert (keys == 1).all() and (values == 1).all()
