@@ -156,7 +156,8 @@ def _apply_row(
                 first += BLOCK
 
 
-@triton.jit
+# A slot of one operation, or of sixteen, must not wait for a kernel of its own.
+@triton.jit(do_not_specialize=["num_operations", "num_pages"])
 def _apply_kernel(
     buffer,
     rows,

@@ -1,16 +1,20 @@
 """Row and sampler kernels on a card: correctness against torch there and on the CPU, and times.
 
-`python -m tests.gpu.check_rows` compiles side by side, checks, times (`tests.gpu.sampling_times`) and prints a table. The
-checks: delta slots and prologues through churn; the bits of the hash; tokens, log-probabilities, kept sets and row state of
-each variant at a whole vocabulary; that a plain lane's bits are the same in all; a chi-square over seeds; captured steps with
-three in flight, read from pinned memory as their events pass; logits that are not finite.
+`python -m tests.gpu.check_rows` checks, times (`tests.gpu.sampling_times`) and prints a table; `--grid` also times other cuts of
+the vocabulary than the kernels' own. The checks run side by side in threads, since most of their time is compiling, which holds
+no lock, and the reference on the CPU. They are: delta slots and prologues through churn; the bits of the hash; tokens,
+log-probabilities, kept sets and row state of each variant at a whole vocabulary; that a plain lane's bits are the same in all; a
+chi-square over seeds; captured steps with three in flight; logits that are not finite.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,15 +22,14 @@ import triton
 import triton.language as tl
 
 from areno.decode.deltas import DeltaPacker
-from areno.decode.tables import DecodeTables
 from areno.kernels.noise import gumbel, hashes, lane_key
-from areno.kernels.reduce import Draw, Splits
+from areno.kernels.reduce import Splits
 from areno.kernels.rows import LaneBuffers, apply_deltas, begin_sample, begin_step, pack_slot
-from areno.kernels.sample import SampleWorkspace, sample
 from areno.sampling import noise
 from areno.sampling.sampler import Sampler
 from areno.sampling.variant import Variant
-from tests.gpu.sampling_times import compile_all, compile_share, timings
+from tests.gpu.sampling_times import compile_share, finish_compiling, start_compiling, timings
+from tests.gpu.steps_in_flight import check_steps, reference_steps
 from tests.unit.areno.kernels import row_cases
 from tests.unit.areno.kernels import sampling_cases as cases
 
@@ -123,7 +126,7 @@ def check_variant(name: str, *, lanes: int, num_valid: int) -> dict:
     rng = np.random.default_rng(lanes + num_valid)
     logits = cases.random_logits(rng, lanes, VOCAB)
     expected = cases.tables(lanes, VOCAB, rng, variant)
-    found, on_card, exact = cases.copied(expected, CUDA), cases.copied(expected, CUDA), cases.copied(expected)
+    found, on_card, exact = (cases.copied(expected, CUDA) for _ in range(3))
     kernels = cases.by_kernels(found, logits.cuda(), variant, num_valid, filter_block=4096)
     reference = cases.by_torch(expected, logits, variant, num_valid)
     error = cases.compare(kernels, reference, found, expected, atol=5e-5)
@@ -133,9 +136,10 @@ def check_variant(name: str, *, lanes: int, num_valid: int) -> dict:
     if not variant.filters:
         exact.slots.bias_values = exact.slots.bias_values.double()
         rows = exact.bucket(lanes)
-        drawn = Sampler(first_id=0, width=VOCAB, num_valid_ids=num_valid).draw(logits.double(), rows.params(slots=variant.slots), variant)
-        ran = (reference.words[0] > 0) & (drawn.token.numpy() == reference.words[2])
-        values = np.stack([drawn.logprob.numpy(), drawn.raw_logprob.numpy(), drawn.behaviour_logprob.numpy()])
+        sampler = Sampler(first_id=0, width=VOCAB, num_valid_ids=num_valid)
+        drawn = sampler.draw(logits.cuda().double(), rows.params(slots=variant.slots), variant)
+        ran = (reference.words[0] > 0) & (drawn.token.cpu().numpy() == reference.words[2])
+        values = torch.stack([drawn.logprob, drawn.raw_logprob, drawn.behaviour_logprob]).cpu().numpy()
         exact_error = float(np.nanmax(np.abs(kernels.floats - values)[:, ran], initial=0.0))
         assert exact_error < 5e-5, f"{name}: log-probabilities are {exact_error} from fp64"
     return {"name": name, "lanes": lanes, "error": error, "torch on the card": torch_error, "fp64": exact_error}
@@ -179,97 +183,45 @@ def check_distribution(draws: int = 4000, vocab: int = 16) -> dict:
     return {"name": "distribution", "chi_square": worst}
 
 
-def check_steps(*, pdl: bool, lanes: int = 8, steps: int = 24) -> dict:
-    """Replay a captured step with three in flight and read each ring slot as its event passes, against torch on the CPU."""
-    variant = VARIANTS["temperature"]
-    rng = np.random.default_rng(9)
-    expected = cases.tables(lanes, VOCAB, rng, variant)
-    expected.state.page_table[: lanes - 1] = 9
-    expected.field("length").fill_(3)
-    expected.field("remaining").copy_(torch.from_numpy(rng.integers(2, 2 * steps, lanes)))
-    found = cases.copied(expected, CUDA)
-    logits = cases.random_logits(rng, lanes, VOCAB)
-    on_card = logits.cuda()
-    buffers = LaneBuffers.allocate(lanes, CUDA)
-    counter = torch.zeros((), dtype=torch.int32, device=CUDA)
-    ring = torch.full((4, 6, lanes), -77, dtype=torch.int32).pin_memory()
-    workspace = SampleWorkspace.allocate(lanes, VOCAB, CUDA, filters=False)
-    embedding, x = torch.randn((VOCAB, 64), device=CUDA).bfloat16(), torch.zeros((lanes, 64), device=CUDA).bfloat16()
-    draw = Draw(
-        lanes=lanes,
-        logits=on_card,
-        state=found.state,
-        slots=found.slots,
-        variant=variant,
-        num_valid_ids=NUM_VALID,
-        running=buffers.running,
-        starved=buffers.starved,
-    )
-
-    def step() -> None:
-        begin_step(found.state, buffers, counter, embedding, x, page_size=cases.PAGE_SIZE, pdl=pdl)
-        sample(draw, workspace, ring, counter, pdl=pdl)
-
-    step()
-    torch.cuda.synchronize()
-    _restore(found, expected, counter)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    _restore(found, expected, counter)
-    torch.cuda.synchronize()
-    pending: deque[tuple[int, torch.cuda.Event]] = deque()
-    records = []
-    for number in range(steps + 3):
-        if number < steps:
-            graph.replay()
-            event = torch.cuda.Event()
-            event.record()
-            pending.append((number % 4, event))
-        if number >= 3:
-            place, event = pending.popleft()
-            event.synchronize()
-            records.append(ring[place].numpy().copy())
-    said = 0
-    for number, record in enumerate(records):
-        told = cases.by_torch(expected, logits, variant, NUM_VALID)
-        ran = told.words[0] > 0
-        assert record[0].tolist() == told.words[0].tolist(), f"step {number}: status {record[0]}, expected {told.words[0]}"
-        assert record[2][ran].tolist() == told.words[2][ran].tolist(), f"step {number}: tokens {record[2]}, expected {told.words[2]}"
-        said += int(ran.sum())
-    assert said > steps, f"only {said} tokens in {steps} steps"
-    return {"name": f"steps in flight, pdl={pdl}", "tokens": said}
-
-
-def _restore(found: DecodeTables, source: DecodeTables, counter: torch.Tensor) -> None:
-    for field in dataclasses.fields(source.state):
-        getattr(found.state, field.name).copy_(getattr(source.state, field.name))
-    counter.zero_()
-
-
-def check_broken() -> dict:
+def check_broken(name: str, *, sums: bool) -> dict:
     """NaN and +inf anywhere show in the raw log-probability of their lane alone, and every id is in range."""
     rng = np.random.default_rng(6)
     logits = cases.random_logits(rng, 6, VOCAB)
     logits[0, 17], logits[1, VOCAB - 1], logits[2], logits[4, VOCAB - 3] = float("nan"), float("inf"), float("nan"), float("nan")
-    for name in ("greedy", "plain", "all"):
-        for sums in (True, False):
-            made = cases.tables(6, VOCAB, rng, VARIANTS[name])
-            made.state.alive.fill_(True)
-            made.state.page_table.fill_(9)
-            told = cases.by_kernels(cases.copied(made, CUDA), logits.cuda(), VARIANTS[name], NUM_VALID, sums=sums, filter_block=4096)
-            finite = np.isfinite(told.floats[1]).tolist()
-            assert finite == [False, False, False, True, False, True], f"{name}, sums={sums}: finite {finite}"
-            assert ((told.words[2] >= 0) & (told.words[2] < VOCAB)).all(), f"{name}: ids {told.words[2]}"
-    return {"name": "broken logits"}
+    made = cases.tables(6, VOCAB, rng, VARIANTS[name])
+    made.state.alive.fill_(True)
+    made.state.page_table.fill_(9)
+    told = cases.by_kernels(cases.copied(made, CUDA), logits.cuda(), VARIANTS[name], NUM_VALID, sums=sums, filter_block=4096)
+    finite = np.isfinite(told.floats[1]).tolist()
+    assert finite == [False, False, False, True, False, True], f"{name}, sums={sums}: finite {finite}"
+    assert ((told.words[2] >= 0) & (told.words[2] < VOCAB)).all(), f"{name}: ids {told.words[2]}"
+    return {"name": f"broken logits, {name}, sums={sums}"}
+
+
+def _side_by_side(checks: list[Callable[[], dict]]) -> list[dict]:
+    """Run checks in threads, those that take longest first; each has tables, logits and random numbers of its own."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda check: check(), checks))
 
 
 def check() -> list[dict]:
     """Run all checks; raises AssertionError with numbers."""
-    found = [check_noise(), check_deltas(), check_bits(), check_broken(), check_distribution()]
-    found += [check_variant(name, lanes=8, num_valid=NUM_VALID) for name in VARIANTS]
-    found += [check_variant(name, lanes=40, num_valid=VOCAB) for name in ("plain", "temperature")]
-    found += [check_steps(pdl=pdl) for pdl in (False, True)]
+    torch.cuda.init()
+    # First what compiles kernels of its own, then what uses them too: one kernel is not compiled twice at a time.
+    found = _side_by_side(
+        [
+            *(partial(check_variant, name, lanes=8, num_valid=NUM_VALID) for name in reversed(VARIANTS)),
+            *(partial(check_broken, name, sums=False) for name in ("all", "plain", "greedy")),
+            *(partial(check_variant, name, lanes=40, num_valid=VOCAB) for name in ("plain", "temperature")),
+            check_distribution,
+            check_deltas,
+            check_noise,
+        ]
+    )
+    found += _side_by_side([check_bits, *(partial(check_broken, name, sums=True) for name in ("greedy", "plain", "all"))])
+    # Alone: a capture forbids others' allocations.
+    steps = reference_steps(VOCAB, NUM_VALID)
+    found += [check_steps(steps, pdl=pdl) for pdl in (False, True)]
     assert Splits.of(8, VOCAB).splits * 8 >= 132, "a step of few lanes fills the card"
     return found
 
@@ -277,12 +229,14 @@ def check() -> list[dict]:
 def main() -> None:
     if "--compile" in sys.argv:
         place = sys.argv.index("--compile")
-        compile_share(int(sys.argv[place + 1]), int(sys.argv[place + 2]))
+        compile_share(int(sys.argv[place + 1]), int(sys.argv[place + 2]), grid="--grid" in sys.argv)
         return
-    compile_all()
+    grid = "--grid" in sys.argv
+    compiling = start_compiling(grid=grid)
     for result in check():
         print("; ".join(f"{name} {value:.1e}" if isinstance(value, float) else f"{value}" for name, value in result.items()))
-    timings()
+    finish_compiling(compiling)
+    timings(grid=grid)
 
 
 if __name__ == "__main__":

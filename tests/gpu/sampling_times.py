@@ -67,11 +67,11 @@ class Case:
         return f"{'' if self.splits else '*'}b{cut.block} w{cut.warps} {cut.splits} x {cut.tiles}{registers}"
 
 
-def all_cases() -> list[Case]:
-    """Return the table's cut for every kind and size, and the grid for those that are tuned."""
+def all_cases(*, grid: bool) -> list[Case]:
+    """Return the table's cut for every kind and size, and with `grid` other cuts for those that are tuned."""
     cases = [Case(kind=kind, lanes=lanes) for lanes in LANES for kind in KINDS]
-    for lanes, grid in GRIDS.items():
-        for block, warps, programs, registers in grid:
+    for lanes, cuts in GRIDS.items() if grid else ():
+        for block, warps, programs, registers in cuts:
             splits = Splits.cut(lanes, VOCAB, block=block, warps=warps, programs=programs, registers=registers, more_registers=registers)
             cases += [Case(kind=kind, lanes=lanes, splits=splits) for kind in TUNED]
     return cases
@@ -158,29 +158,33 @@ def _content(rng: np.random.Generator) -> SlotContent:
     )
 
 
-def compile_share(share: int, count: int) -> None:
+def compile_share(share: int, count: int, *, grid: bool) -> None:
     """Launch every `count`-th case once, with and without programmatic launch, which leaves its kernels in Triton's cache."""
     bench = Bench(ROWS)
-    for case in all_cases()[share::count]:
+    for case in all_cases(grid=grid)[share::count]:
         bench.reset(case.kind)
         for pdl in (False, True) if case.splits is None else (True,):
             bench.whole(case, 0, pdl=pdl)
     torch.cuda.synchronize()
 
 
-def compile_all() -> None:
-    """Compile side by side, in processes of their own."""
+def start_compiling(*, grid: bool) -> list[subprocess.Popen[bytes]]:
+    """Start to compile side by side, in processes of their own."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "tests.gpu.check_rows", "--compile"]
-    processes = [subprocess.Popen([*command, str(share), str(COMPILERS)], cwd=root, env=environment) for share in range(COMPILERS)]
+    command = [sys.executable, "-m", "tests.gpu.check_rows", *(["--grid"] if grid else []), "--compile"]
+    return [subprocess.Popen([*command, str(share), str(COMPILERS)], cwd=root, env=environment) for share in range(COMPILERS)]
+
+
+def finish_compiling(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for them."""
     failed = [process.args for process in processes if process.wait()]
     assert not failed, f"compiling failed in {failed}"
 
 
-def time_draws(bench: Bench) -> Iterator[dict]:
+def time_draws(bench: Bench, *, grid: bool) -> Iterator[dict]:
     """Time every case: the whole draw, with programmatic launch, and for the table's cuts each kernel alone."""
-    for case in all_cases():
+    for case in all_cases(grid=grid):
         bench.reset(case.kind)
         launches = max(8, min(128, POOL_ROWS // case.lanes))
         traffic = case.lanes * VOCAB * 4
@@ -238,14 +242,14 @@ def time_rows(bench: Bench) -> Iterator[dict]:
         yield {"name": f"{name}, {pages} pages each", "lanes": rows, "config": "", "us": us}
 
 
-def timings() -> list[dict]:
-    """Time all and print a table; `*` marks the cut that the kernels' own table chooses."""
+def timings(*, grid: bool = False) -> list[dict]:
+    """Time all, with `grid` other cuts too, and print a table; `*` marks the cut that the kernels' own table chooses."""
     bench = Bench(POOL_ROWS)
     device = torch.cuda.get_device_properties(0)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}; us per draw, with and without pdl")
     found = []
-    for source in (time_torch, time_draws, time_rows):
-        for row in source(bench):
+    for source in (time_torch(bench), time_draws(bench, grid=grid), time_rows(bench)):
+        for row in source:
             found.append(row)
             parts = " ".join(f"{name[:-3]} {row[name]:.1f}" for name in ("reduce_us", "finish_us", "filter_us") if name in row)
             pdl = f" pdl {row['pdl_us']:7.2f}" if "pdl_us" in row else ""
