@@ -35,6 +35,8 @@ BATCH = 64
 RATIO_LIMIT = 0.98
 WINDOW_STEPS = 40
 SETTLE_STEPS = 8
+# Room for a batch, but not for its whole budgets twice over, so that rows are topped up.
+TIGHT_PAGES = 640
 COPIES = ("Memcpy", "cudaMemcpy", "cuMemcpy")
 STREAM_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize", "cuCtxSynchronize")
 EVENT_WAITS = ("cudaEventSynchronize", "cuEventSynchronize")
@@ -131,6 +133,11 @@ def engine_of(model: str, **options: Any) -> Engine:
     return Engine(EngineConfig(model=shapes.write(model), load_format="dummy", seed=0, **options))
 
 
+def _empty() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def run(wanted: list[str], models: list[str], *, requests: int, repeats: int, log: bool) -> list[dict[str, Any]]:
     """Make each engine once and return the rows of all checks."""
     rows: list[dict[str, Any]] = []
@@ -143,22 +150,25 @@ def run(wanted: list[str], models: list[str], *, requests: int, repeats: int, lo
     if "soak" in wanted:
         # A small pool, so that the prefix cache is full after few requests and evicts from then on.
         add(measure_soak(engine_of("qwen3-tiny", max_rows=256, num_pages=1024), "qwen3-tiny", requests=requests, settle=2_000))
+        _empty()
     for model in models:
-        gc.collect()
-        torch.cuda.empty_cache()
-        widest = model == models[-1] and "footprint" in wanted
-        if not widest and not {"logprobs", "window"} & set(wanted):
-            continue
-        # The footprint needs an engine that captures only when told.
-        engine = engine_of(model, prefix_cache=False, max_rows=256 if widest else BATCH, graphs=not widest)
+        widest, first = model == models[-1] and "footprint" in wanted, model == models[0] and "window" in wanted
         if widest:
+            # The footprint needs an engine that captures only when told.
+            engine = engine_of(model, prefix_cache=False, max_rows=256, graphs=False)
             add(measure_footprint(engine, model))
-        if "logprobs" in wanted:
-            add(measure_logprobs(engine, model, repeats=repeats))
-        if "window" in wanted and model == models[0]:
-            add(measure_window(engine, model))
-        engine.close()
-        del engine
+            if "logprobs" in wanted:
+                add(measure_logprobs(engine, model, repeats=repeats))
+            del engine
+            _empty()
+        if first or ("logprobs" in wanted and not widest):
+            engine = engine_of(model, prefix_cache=False, max_rows=BATCH, num_pages=TIGHT_PAGES)
+            if "logprobs" in wanted and not widest:
+                add(measure_logprobs(engine, model, repeats=repeats))
+            if first:
+                add(measure_window(engine, model))
+            del engine
+            _empty()
     return rows
 
 
