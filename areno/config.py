@@ -229,7 +229,9 @@ def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, t
     dtype = config.dtype or ("float32" if on_cpu else "bfloat16")
     page_size = config.page_size or (16 if on_cpu else 64)
     max_rows = config.max_rows or (64 if on_cpu else 256)
-    run_ahead = config.run_ahead if config.run_ahead is not None else (0 if on_cpu else 2)
+    # The rebuilt path has waited for a launch when it returns, so that late news would cost and spare nothing.
+    late = 0 if on_cpu or config.decode_tables == "rebuilt" else 2
+    run_ahead = config.run_ahead if config.run_ahead is not None else late
     max_len = config.max_model_len or min(model_max_len, 32768)
     pages_per_row = -(-max_len // page_size)
     buckets = _buckets(max_rows, smallest=LANE_MULTIPLE if on_cpu else 1)

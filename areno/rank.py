@@ -7,6 +7,7 @@ the CPU the torch forms, on a CUDA device fused kernels, captured graphs and a r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
 from areno.decode.results import ResultRing
 from areno.decode.tables import DecodeTables
-from areno.decode.transport import Transport, choose_transport
+from areno.decode.transport import CudaTransport, Transport, choose_transport
 from areno.errors import InvalidConfig, UnsupportedModel
 from areno.executor import Executor
 from areno.forward import Forward
@@ -27,6 +28,9 @@ from areno.models.model_config import ModelConfig
 from areno.models.registry import build_model
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from areno.models.dense_cuda import FusedDecoder
 
 DEFAULT_KV_BYTES = 1 << 30
 _SLACK_BYTES = 1 << 29
@@ -107,14 +111,6 @@ def check_kernels(config: EngineConfig, resolved: ResolvedConfig, model: ModelCo
             limit="they take powers of two from 16 on",
             remedy="leave page_size out, or use device='cpu'",
         )
-    if config.decode_tables == "rebuilt":
-        raise InvalidConfig(
-            "decode_tables='rebuilt' does not run on a CUDA device yet",
-            field="decode_tables",
-            value="rebuilt",
-            limit="there: resident",
-            remedy="leave decode_tables out, or use device='cpu'",
-        )
 
 
 def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes: int) -> None:
@@ -141,10 +137,15 @@ def packs_weights(model: ModelConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own; both rings use `transport`."""
+    """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own; both rings use `transport`.
+
+    `fused` and `graphs` are of a CUDA device: the model by kernels, and whether prompts and steps are captured.
+    """
 
     model: DenseDecoder
     store: KVStore
+    fused: FusedDecoder | None
+    graphs: bool
     forward: Forward
     path: DecodePath
     ring: ResultRing
@@ -163,9 +164,62 @@ def fill_randomly(model: DenseDecoder, seed: int) -> None:
     table.rebuild_derived()
 
 
-def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
-    """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded. Raises: as `choose_transport`."""
-    transport = choose_transport(config.result_transport, device)
+def build_rank(
+    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device, *, beside: Rank | None = None
+) -> Rank:
+    """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded. Raises: as `choose_transport`.
+
+    With `beside`, weights and K/V memory are that rank's, and its captured prompts too where both capture.
+    """
+    transport = _choose_transport(config, device)
+    if beside is None:
+        model, store, fused = _build_model(config, resolved, model_config, device)
+    else:
+        model, store, fused = beside.model, beside.store, beside.fused
+    if beside is not None and beside.graphs == config.graphs:
+        forward = beside.forward
+    else:
+        forward = _build_forward(config, resolved, model, store, fused)
+    # The rebuilt path has waited for a launch before its results enter the ring.
+    rings: dict[str, Any] = {"kept": config.kept_ids, "transport": None if config.decode_tables == "rebuilt" else transport}
+    ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, **rings)
+    proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, **rings)
+    build = _PathBuilder(
+        config=config, resolved=resolved, model=model_config, device=device, forward=forward, fused=fused, transport=transport
+    )
+    path = build.path(ring, num_rows=resolved.table_rows, num_slots=max(config.sampling_slots, 1), graphs=config.graphs)
+    return Rank(
+        model=model,
+        store=store,
+        fused=fused,
+        graphs=config.graphs,
+        forward=forward,
+        path=path,
+        ring=ring,
+        executor=Executor(forward, store, path, ring, version=config.initial_version),
+        proof_path=build.path(proof_ring, num_rows=LANE_MULTIPLE, num_slots=1, graphs=False),
+        proof_ring=proof_ring,
+        transport=transport,
+    )
+
+
+def _choose_transport(config: EngineConfig, device: torch.device) -> Transport:
+    if config.decode_tables != "rebuilt" or device.type == "cpu":
+        return choose_transport(config.result_transport, device)
+    if config.result_transport == "mapped":
+        raise InvalidConfig(
+            "result_transport='mapped' does not go with decode_tables='rebuilt'",
+            field="result_transport",
+            value="mapped",
+            limit="rebuilt rows read every launch back in one copy",
+            remedy="leave result_transport at 'auto', or use decode_tables='resident'",
+        )
+    return CudaTransport(device, mapped=False, reason="decode_tables='rebuilt' reads every launch back")
+
+
+def _build_model(
+    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device
+) -> tuple[DenseDecoder, KVStore, FusedDecoder | None]:
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     pack = device.type == "cpu" and packs_weights(model_config)
     model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack)
@@ -178,53 +232,54 @@ def build_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mod
         dtype=dtype,
         device=device,
     )
-    sampler = Sampler(first_id=0, width=model_config.vocab_size, num_valid_ids=model_config.num_valid_ids)
-    kept = config.kept_ids
-    ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, kept=kept, transport=transport)
-    proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, kept=kept, transport=transport)
-    sizes = {"pages_per_row": resolved.pages_per_row, "page_size": resolved.page_size}
-    rows = {"path": (resolved.table_rows, max(config.sampling_slots, 1)), "proof": (LANE_MULTIPLE, 1)}
-    slots = {
-        name: SlotTables(num_slots=count, vocab_size=model_config.vocab_size, max_forced=resolved.max_model_len, device=device)
-        for name, (_, count) in rows.items()
-    }
-    paths: dict[str, DecodePath] = {}
-    if device.type == "cuda":
-        from areno.decode.graphs import GraphPath
-        from areno.models.dense_cuda import FusedDecoder
-        from areno.prefill_graphs import PrefillGraphs
+    if device.type == "cpu":
+        return model, store, None
+    from areno.models.dense_cuda import FusedDecoder
 
-        tokens = resolved.max_prefill_tokens
-        fused = FusedDecoder(model, store, lanes=resolved.table_rows, prefill_tokens=tokens, max_tokens=resolved.max_model_len)
-        prompts = PrefillGraphs(fused, store, max_tokens=tokens, graphs=config.graphs)
-        forward = Forward(model, store, sampler, dtype, prompts)
-        for name, (num_rows, _) in rows.items():
-            tables = DecodeTables(num_rows=num_rows, slots=slots[name], device=device, **sizes)
-            paths[name] = GraphPath(
-                fused,
-                tables,
-                ring if name == "path" else proof_ring,
-                model_config,
-                transport,
-                num_valid_ids=model_config.num_valid_ids,
-                graphs=config.graphs and name == "path",
-            )
-    else:
-        forward = Forward(model, store, sampler, dtype)
-        for name, (num_rows, _) in rows.items():
-            if config.decode_tables == "rebuilt":
-                paths[name] = RebuiltPath(forward, num_rows=num_rows, slots=slots[name], **sizes)
-            else:
-                paths[name] = ResidentPath(forward, DecodeTables(num_rows=num_rows, slots=slots[name], device=device, **sizes))
-    executor = Executor(forward, store, paths["path"], ring, version=config.initial_version)
-    return Rank(
-        model=model,
-        store=store,
-        forward=forward,
-        path=paths["path"],
-        ring=ring,
-        executor=executor,
-        proof_path=paths["proof"],
-        proof_ring=proof_ring,
-        transport=transport,
-    )
+    tokens = resolved.max_prefill_tokens
+    return model, store, FusedDecoder(model, store, lanes=resolved.table_rows, prefill_tokens=tokens, max_tokens=resolved.max_model_len)
+
+
+def _build_forward(
+    config: EngineConfig, resolved: ResolvedConfig, model: DenseDecoder, store: KVStore, fused: FusedDecoder | None
+) -> Forward:
+    sampler = Sampler(first_id=0, width=model.config.vocab_size, num_valid_ids=model.config.num_valid_ids)
+    dtype: torch.dtype = getattr(torch, resolved.dtype)
+    if fused is None:
+        return Forward(model, store, sampler, dtype)
+    from areno.prefill_graphs import PrefillGraphs
+
+    return Forward(model, store, sampler, dtype, PrefillGraphs(fused, store, max_tokens=resolved.max_prefill_tokens, graphs=config.graphs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PathBuilder:
+    """Makes the decode paths that the options and the device ask for."""
+
+    config: EngineConfig
+    resolved: ResolvedConfig
+    model: ModelConfig
+    device: torch.device
+    forward: Forward
+    fused: FusedDecoder | None
+    transport: Transport
+
+    def path(self, ring: ResultRing, *, num_rows: int, num_slots: int, graphs: bool) -> DecodePath:
+        """Return a path of this many rows and sampling slots."""
+        device, longest = self.device, self.resolved.max_model_len
+        slots = SlotTables(num_slots=num_slots, vocab_size=self.model.vocab_size, max_forced=longest, device=device)
+        sizes = {"num_rows": num_rows, "pages_per_row": self.resolved.pages_per_row, "page_size": self.resolved.page_size}
+        rebuilt = self.config.decode_tables == "rebuilt"
+        if self.fused is None:
+            if rebuilt:
+                return RebuiltPath(self.forward, slots=slots, **sizes)
+            return ResidentPath(self.forward, DecodeTables(slots=slots, device=device, **sizes))
+        from areno.decode.graphs import GraphPath
+        from areno.decode.graphs_rebuilt import RebuiltGraphPath
+        from areno.decode.steps import DecodeSteps
+
+        page_size = self.resolved.page_size
+        steps = DecodeSteps(self.fused, slots, self.model, lanes=num_rows, page_size=page_size, device=device, graphs=graphs)
+        if rebuilt:
+            return RebuiltGraphPath(steps, slots, kept=self.config.kept_ids, device=device, **sizes)
+        return GraphPath(steps, DecodeTables(slots=slots, device=device, **sizes), ring, self.transport)

@@ -6,8 +6,10 @@ launches' order. A slot is never written again before its event has passed. The 
 
 from __future__ import annotations
 
+import torch
+
 from areno.decode.deltas import DeltaSlot
-from areno.decode.tables import RowState
+from areno.decode.row_state import RowState
 from areno.decode.transport import Transport
 from areno.kernels import rows as row_kernels
 
@@ -27,7 +29,7 @@ class DeltaRing:
         self._events = [transport.event() for _ in range(slots)]
         self._taken = 0
 
-    def apply(self, slot: DeltaSlot, state: RowState) -> None:
+    def apply(self, slot: DeltaSlot, state: RowState[torch.Tensor]) -> None:
         """Launch the operations of one delta slot. Blocks: while all places wait for the device. Mutates: the rows it names."""
         place = self._taken % len(self._hosts)
         event = self._events[place]

@@ -7,48 +7,22 @@ rows at once in numpy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from areno.commands import DecodeLaunch, PrefillLaunch
 from areno.config import SINK_PAGE, ZERO_PAGE
-from areno.decode.deltas import DeltaKind, DeltaSlot
+from areno.decode.deltas import DeltaSlot
+from areno.decode.host_rows import HostRows, advance
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
-from areno.decode.tables import FLOAT_FIELDS, INT_FIELDS, Lanes
+from areno.decode.row_state import RowState
+from areno.decode.tables import Lanes
 from areno.forward import Forward, PrefillResult
 from areno.layers.attention import table_width
-from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
 from areno.sampling.variant import Variant
-
-_STEPS = np.array([[1], [-1], [-1]], dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostRows:
-    """The state of R rows in numpy, field by field as in the resident tables. Shapes: `ints` [8, R], `floats` [3, R]."""
-
-    ints: np.ndarray
-    floats: np.ndarray
-    alive: np.ndarray
-    seed: np.ndarray
-    stop_ids: np.ndarray
-    page_table: np.ndarray
-
-    def select(self, rows: slice | np.ndarray) -> _HostRows:
-        """Return the state of some rows: views for a slice, copies for indices."""
-        return _HostRows(
-            ints=self.ints[:, rows],
-            floats=self.floats[:, rows],
-            alive=self.alive[rows],
-            seed=self.seed[rows],
-            stop_ids=self.stop_ids[rows],
-            page_table=self.page_table[rows],
-        )
 
 
 class RebuiltPath:
@@ -59,47 +33,18 @@ class RebuiltPath:
 
     def __init__(self, forward: Forward, *, num_rows: int, pages_per_row: int, page_size: int, slots: SlotTables) -> None:
         self._forward, self._page_size, self._slots = forward, page_size, slots
-        self._rows = _HostRows(
-            ints=np.zeros((len(INT_FIELDS), num_rows), dtype=np.int32),
-            floats=np.zeros((len(FLOAT_FIELDS), num_rows), dtype=np.float32),
-            alive=np.zeros(num_rows, dtype=bool),
-            seed=np.zeros(num_rows, dtype=np.int64),
-            stop_ids=np.full((num_rows, MAX_STOP_IDS), -1, dtype=np.int32),
-            page_table=np.zeros((num_rows, pages_per_row), dtype=np.int64),
-        )
-        self._generation = self._rows.ints[INT_FIELDS.index("generation")]
+        self._rows = HostRows(num_rows=num_rows, pages_per_row=pages_per_row, page_dtype=np.int64)
         self._lane_numbers = np.arange(num_rows)
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply row operations."""
         for sampling_slot, content in slot.contents:
             self._slots.fill(sampling_slot, content)
-        rows = self._rows
-        for operation in slot.rows:
-            row = int(operation["row"])
-            if operation["kind"] == DeltaKind.SET:
-                for place, name in enumerate(INT_FIELDS):
-                    rows.ints[place, row] = operation[name]
-                for place, name in enumerate(FLOAT_FIELDS):
-                    rows.floats[place, row] = operation[name]
-                rows.seed[row], rows.stop_ids[row] = operation["seed"], operation["stop_ids"]
-                rows.page_table[row] = ZERO_PAGE
-                rows.alive[row] = True
-        rows.page_table[slot.pages["row"], slot.pages["index"]] = slot.pages["page"]
-        for operation in slot.rows:
-            row, source = int(operation["row"]), int(operation["source"])
-            if operation["kind"] == DeltaKind.KILL and self._generation[row] == operation["generation"]:
-                rows.alive[row] = False
-            if operation["kind"] == DeltaKind.MOVE and self._generation[source] == operation["generation"]:
-                for columns in (rows.ints, rows.floats):
-                    columns[:, row] = columns[:, source]
-                for state in (rows.seed, rows.stop_ids, rows.page_table, rows.alive):
-                    state[row] = state[source]
-                rows.alive[source] = False
+        self._rows.apply(slot)
 
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:
         """Rebuild the inputs of rows 0..bucket - 1, run them, read the results back and advance the rows."""
-        rows = self._rows.select(slice(0, launch.bucket))
+        rows = self._rows.state.select(slice(0, launch.bucket))
         last_token, length = rows.ints[0], rows.ints[1]
         entry, offset = np.divmod(length, self._page_size)
         page = rows.page_table[self._lane_numbers[: launch.bucket], entry]
@@ -126,24 +71,19 @@ class RebuiltPath:
         if computed.logits is None:
             return
         places = np.array(launch.rows, dtype=np.int64)
-        rows = self._rows.select(places)
+        rows = self._rows.gather(places)
         drawn = self._forward.draw(computed.logits[computed.places], self._params(rows, slots=launch.variant.slots), launch.variant)
         self._advance(rows, rows.alive.copy(), np.zeros(places.size, dtype=bool), drawn, records, slots=launch.variant.slots)
-        self._rows.ints[:, places], self._rows.alive[places] = rows.ints, rows.alive
+        self._rows.put(places, rows)
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Nothing to compile here."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""
-        state = {name: torch.from_numpy(self._rows.ints[place].copy()) for place, name in enumerate(INT_FIELDS)}
-        return {
-            **{name: state[name] for name in ("length", "generation", "last_token")},
-            "alive": torch.from_numpy(self._rows.alive.copy()),
-            "page_table": torch.from_numpy(self._rows.page_table.copy()),
-        }
+        return self._rows.row_state()
 
-    def _params(self, rows: _HostRows, *, slots: bool) -> LaneParams:
+    def _params(self, rows: RowState[np.ndarray], *, slots: bool) -> LaneParams:
         # One upload each for the integers and the floats; the rows advance before the sampler's tensors are dropped.
         ints, floats = torch.from_numpy(rows.ints.copy()), torch.from_numpy(rows.floats.copy())
         held = ints[4].to(torch.int64) if slots else torch.full_like(ints[4], -1)
@@ -162,19 +102,16 @@ class RebuiltPath:
         )
 
     def _advance(
-        self, rows: _HostRows, running: np.ndarray, starved: np.ndarray, drawn: Drawn, records: LaneRecords, *, slots: bool
+        self, rows: RowState[np.ndarray], running: np.ndarray, starved: np.ndarray, drawn: Drawn, records: LaneRecords, *, slots: bool
     ) -> None:
-        last_token, _, remaining, stop_wait = rows.ints[:4]
+        _, _, remaining, stop_wait = rows.ints[:4]
         token = drawn.token.numpy().astype(np.int32)
         stopped = (rows.stop_ids == token[:, None]).any(axis=1) & (stop_wait <= 0) & running
-        rows.ints[1:4] += _STEPS * running
-        ended = ((remaining <= 0) | stopped) & running
         status = running * np.int32(LaneStatus.TOKEN)
-        status[ended] = LaneStatus.EXHAUSTED
+        status[(remaining <= 1) & running] = LaneStatus.EXHAUSTED
         status[stopped] = LaneStatus.STOPPED
         status[starved] = LaneStatus.STARVED
         records.write(torch.from_numpy(status), torch.from_numpy(rows.ints[7]), torch.from_numpy(token), drawn)
         if slots:
             self._slots.advance(torch.from_numpy(rows.ints[4].astype(np.int64)), drawn.token, torch.from_numpy(running))
-        np.copyto(last_token, token, where=running)
-        rows.alive[ended] = False
+        advance(rows, status, token)

@@ -9,6 +9,7 @@ made, so that late news can be tested without a device.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import numpy as np
@@ -46,6 +47,14 @@ class LaneRecords:
             self.kept_ids[:lanes, : drawn.kept_ids.shape[1]] = drawn.kept_ids
             self.kept_count[:lanes] = drawn.kept_count
 
+    def put(self, words: np.ndarray, kept_ids: np.ndarray | None, kept_count: np.ndarray | None) -> None:
+        """Store records that the host has read back itself. Shapes: int32 [6, n], [n, 64], [n]. Mutates: this slot."""
+        lanes = words.shape[1]
+        self.array[:, :lanes] = words
+        if kept_ids is not None and kept_count is not None:
+            assert self.kept_ids is not None and self.kept_count is not None, "kept sets were drawn without a side ring"
+            self.kept_ids.numpy()[:lanes], self.kept_count.numpy()[:lanes] = kept_ids, kept_count
+
     def read(self, launch: LaunchRecord) -> LaunchResult:
         """Return copies of the launch's lanes."""
         lanes = launch.seats.size
@@ -66,6 +75,8 @@ class ResultRing:
 
     Shapes: `words` int32 [slots, 6, lanes], `kept_ids` [slots, lanes, 64] and `kept_count` [slots, lanes], in host memory;
     `launch_words`, `launch_kept_ids` and `launch_kept_count` are what launches write in their place, often the same memory.
+    With `lock_step` set, results of a device come as late as on the CPU and never earlier, so that runs can be compared step by
+    step. `waited_s` adds up the time that `ready` blocked.
     """
 
     __slots__ = (
@@ -79,12 +90,16 @@ class ResultRing:
         "launch_kept_count",
         "launch_kept_ids",
         "launch_words",
+        "lock_step",
         "run_ahead",
+        "waited_s",
         "words",
     )
 
     def __init__(self, *, slots: int, lanes: int, run_ahead: int, kept: bool = False, transport: Transport | None = None) -> None:
         self.run_ahead = run_ahead
+        self.lock_step = False
+        self.waited_s = 0.0
         self._transport = transport = transport or HostTransport()
         self.words = transport.host_zeros(slots, RECORD_WORDS, lanes)
         self.kept_ids = transport.host_zeros(slots, lanes, MAX_KEPT) if kept else None
@@ -162,9 +177,11 @@ class ResultRing:
 
     def _may_read(self, slot: int, *, wait: bool) -> bool:
         event = self._events[slot]
-        if event is None:
+        if event is None or (self.lock_step and not wait):
             return wait
         if wait:
+            started = time.perf_counter()
             event.synchronize()
+            self.waited_s += time.perf_counter() - started
             return True
         return event.query()

@@ -19,15 +19,11 @@ from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import LaneStatus
 from areno.decode.results import LaneRecords
+from areno.decode.row_state import COUNTERS, FLOAT_FIELDS, INT_FIELDS, RowState
 from areno.layers.attention import table_width
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Drawn, LaneParams
-
-INT_FIELDS = ("last_token", "length", "remaining", "stop_wait", "sampling_slot", "recurrent_slot", "top_k", "generation")
-FLOAT_FIELDS = ("temperature", "top_p", "min_p")
-_COUNTERS = slice(1, 4)
-"""`length`, `remaining` and `stop_wait` lie together, so that one addition advances them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +37,6 @@ class Lanes:
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowState:
-    """The state of R rows. Shapes: `ints` [8, R], `floats` [3, R], `alive` and `seed` [R], `stop_ids` [R, 16], `page_table` [R, P]."""
-
-    ints: torch.Tensor
-    floats: torch.Tensor
-    alive: torch.Tensor
-    seed: torch.Tensor
-    stop_ids: torch.Tensor
-    page_table: torch.Tensor
-
-    def select(self, rows: slice | torch.Tensor) -> RowState:
-        """Return the state of some rows: views for a slice, copies for indices."""
-        return RowState(
-            ints=self.ints[:, rows],
-            floats=self.floats[:, rows],
-            alive=self.alive[rows],
-            seed=self.seed[rows],
-            stop_ids=self.stop_ids[rows],
-            page_table=self.page_table[rows],
-        )
 
 
 class Rows:
@@ -94,13 +67,13 @@ class Rows:
         "state",
     )
 
-    def __init__(self, state: RowState, *, page_size: int, slots: SlotTables) -> None:
+    def __init__(self, state: RowState[torch.Tensor], *, page_size: int, slots: SlotTables) -> None:
         self.state, self._page_size, self._slots = state, page_size, slots
         device = state.ints.device
         self._last_token, self._length, self._remaining, self._stop_wait = state.ints[:4].unbind()
         self._sampling_slot, self._top_k, self.generation = state.ints[4], state.ints[6], state.ints[7]
         self._temperature, self._top_p, self._min_p = state.floats.unbind()
-        self._counters = state.ints[_COUNTERS]
+        self._counters = state.ints[COUNTERS]
         self._steps = torch.tensor([[1], [-1], [-1]], dtype=torch.int32, device=device)
         count, entries = state.page_table.shape
         self._place = torch.arange(count, device=device) * entries
@@ -177,7 +150,7 @@ class DecodeTables:
     def __init__(self, *, num_rows: int, pages_per_row: int, page_size: int, slots: SlotTables, device: torch.device) -> None:
         self.page_size = page_size
         self.slots = slots
-        self.state = RowState(
+        self.state: RowState[torch.Tensor] = RowState(
             ints=torch.zeros((len(INT_FIELDS), num_rows), dtype=torch.int32, device=device),
             floats=torch.zeros((len(FLOAT_FIELDS), num_rows), device=device),
             alive=torch.zeros(num_rows, dtype=torch.bool, device=device),
@@ -191,9 +164,7 @@ class DecodeTables:
 
     def field(self, name: str) -> torch.Tensor:
         """Return one field of all rows, by its name in ROW_OP. Shapes: [R]."""
-        if name in INT_FIELDS:
-            return self.state.ints[INT_FIELDS.index(name)]
-        return self.state.floats[FLOAT_FIELDS.index(name)] if name in FLOAT_FIELDS else getattr(self.state, name)
+        return self.state.named(name)
 
     def bucket(self, size: int) -> Rows:
         """Return rows 0..size - 1 in place."""

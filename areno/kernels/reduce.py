@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from areno.decode.tables import RowState
+from areno.decode.row_state import RowState
 from areno.kernels.noise import gumbel, hashes, lane_key
 from areno.kernels.rows import LENGTH, row_pointers
 from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.decode.deltas import PAGE_OP, ROW_OP, DeltaKind, DeltaSlot
-from areno.decode.tables import FLOAT_FIELDS, INT_FIELDS, RowState
+from areno.decode.row_state import FLOAT_FIELDS, INT_FIELDS, RowState
 from areno.request import MAX_STOP_IDS
 
 ROW_WORDS = ROW_OP.itemsize // 4

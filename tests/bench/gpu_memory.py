@@ -16,7 +16,8 @@ import psutil
 import torch
 
 from areno import Engine, Request, SamplingParams
-from areno.decode.graphs import GraphPath, StepKind
+from areno.decode.graphs import GraphPath
+from areno.decode.steps import StepKind
 from areno.prefill_graphs import SIZES
 from areno.sampling.variant import Variant
 
@@ -93,27 +94,30 @@ def measure_footprint(engine: Engine, model: str) -> dict[str, Any]:
     """Capture steps of every bucket and prompts of every size; return bytes by kind. `engine` was made with graphs off."""
     path, proof, prompts = engine._path, engine._proof._path, engine._forward._prompts
     assert isinstance(path, GraphPath) and isinstance(proof, GraphPath) and prompts is not None
+    runner, fused = path.steps, path.steps._fused
     weights, pages = tensor_bytes(engine._table), tensor_bytes(engine._store)
     buckets = engine._resolved.buckets
     with torch.inference_mode():
         for bucket in buckets:
-            path._step(StepKind(bucket=bucket, variant=VARIANT, span=path._fused.span_of(1)))
+            kind = StepKind(bucket=bucket, variant=VARIANT, span=fused.span_of(1))
+            runner._launch(kind, path.memory_of(kind))
     # Steps outside the engine's log: the device counts them, the host does not.
-    path._counter.fill_(engine._ring.last_launch)
+    runner.counter.fill_(engine._ring.last_launch)
     run_prompts(engine)
     before = _free_bytes()
-    path._graphs_on = prompts._graphs_on = True
+    runner._graphs_on = prompts._graphs_on = True
+    runner._pool = torch.cuda.graph_pool_handle()
     path.warm_up(buckets, VARIANT)
-    path._counter.fill_(engine._ring.last_launch)
+    runner.counter.fill_(engine._ring.last_launch)
     after_steps = _free_bytes()
     run_prompts(engine)
     after_prompts = _free_bytes()
-    captured = path.num_graphs, len(prompts._graphs)
+    captured = runner.num_graphs, len(prompts._graphs)
     assert captured == (len(buckets), len(SIZES)), f"{captured} graphs of {len(buckets)} buckets and {len(SIZES)} sizes: memory ran short"
     tables = tensor_bytes(path.tables, proof.tables)
     rings = tensor_bytes(engine._ring, engine._proof._ring, path._deltas, proof._deltas)
-    scratch = tensor_bytes(path._fused._workspace, path._fused._split, path._fused._work, path._fused._scratch, prompts._buffer)
-    steps = tensor_bytes(*((one._lanes, one._x, one._logits, one._workspace) for one in (path, proof)))
+    scratch = tensor_bytes(fused._workspace, fused._split, fused._work, fused._scratch, prompts._buffer)
+    steps = tensor_bytes(*((one._lanes, one._x, one._logits, one._workspace) for one in (runner, proof.steps)))
     total = torch.cuda.mem_get_info()[1]
     taken = tables["cuda"] + rings.get("cuda", 0) + (before - after_prompts)
     return {

@@ -82,10 +82,11 @@ def choose(engine: Engine, *, pdl: bool, fused_rows: int, tiling: str) -> None:
     """Drop the captured steps; the next ones are made another way."""
     path = engine._path
     assert isinstance(path, GraphPath)
-    path._graphs.clear()
-    path._seen.clear()
-    path._pool = torch.cuda.graph_pool_handle()
-    path._fused._pdl = pdl
+    steps = path.steps
+    steps._graphs.clear()
+    steps._seen.clear()
+    steps._pool = torch.cuda.graph_pool_handle()
+    steps._fused._pdl = pdl
     dense_cuda.FUSED_ROWS = fused_rows
     if tiling:
         block, warps, stages, *chunk = map(int, tiling.split(","))

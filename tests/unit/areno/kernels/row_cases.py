@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from areno.decode.deltas import DeltaPacker, DeltaSlot
-from areno.decode.tables import DecodeTables, RowState
+from areno.decode.row_state import RowState
+from areno.decode.tables import DecodeTables
 from areno.request import MAX_STOP_IDS
 from areno.sampling.penalties import SlotTables
 
