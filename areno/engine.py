@@ -16,19 +16,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
 from areno.canary import CanaryGaps, CanaryProof
-from areno.config import EngineConfig, resolve
+from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
 from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
-from areno.rank import build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
+from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
+from areno.twin import twin_config
 from areno.weights.load import load_checkpoint
 from areno.weights.names import TensorSpec
 from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
@@ -77,26 +80,27 @@ class Engine:
     runs on it, after which the engine is of no use.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, beside: Engine | None = None) -> None:
         folder = Path(config.model)
         model_config = read_model_config(folder)
         token_kv_elements = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
         device = find_device(config.device)
-        limits_of_device = measure_device(device, config, model_config)
+        self._device_limits: DeviceLimits = measure_device(device, config, model_config) if beside is None else beside._device_limits
         resolved = resolve(
-            config, limits_of_device, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
+            config, self._device_limits, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
         )
-        if device.type == "cpu":
+        if device.type == "cpu" and beside is None:
             check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
-        else:
+        elif device.type != "cpu":
             check_kernels(config, resolved, model_config)
         with device_errors("while the engine was built"):
-            rank = build_rank(config, resolved, model_config, device)
-            if config.load_format == "dummy":
+            rank = build_rank(config, resolved, model_config, device, beside=None if beside is None else beside._rank)
+            if beside is None and config.load_format == "dummy":
                 fill_randomly(rank.model, resolved.seed)
-            else:
+            elif beside is None:
                 load_checkpoint(folder, rank.model.table)
             rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
+        self._rank: Rank = rank
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
         self._proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
@@ -110,7 +114,8 @@ class Engine:
             kept_ids=config.kept_ids,
         )
         self._scheduler = Scheduler(config, resolved, limits)
-        self._resolved = resolved
+        self._config, self._resolved = config, resolved
+        self._company: WeakSet[Engine] | None = None
         self._update: WeightUpdate | None = None
         self._steps = 0
         self._step_s = 0.0
@@ -151,8 +156,29 @@ class Engine:
         """Whether `step` would do or deliver something."""
         return self._scheduler.has_work
 
+    def twin(self, **changes: Any) -> Engine:
+        """Return another engine over this one's weights and K/V memory, to compare ways of decoding in one process.
+
+        `changes` are options by name: `areno.twin.TWIN_OPTIONS`. Of all engines over one memory only one may have work at a time. A
+        weight update of one changes the weights of all, but no other's version. Raises: InvalidConfig.
+        """
+        twin = Engine(twin_config(self._config, self._resolved, changes), beside=self)
+        if self._company is None:
+            self._company = WeakSet([self])
+        self._company.add(twin)
+        twin._company = self._company
+        return twin
+
     def submit(self, request: Request) -> None:
         """Queue a request; it ends through a later `StepOutput.finished`. Raises: InvalidRequest and its kinds."""
+        if self._company is not None and any(other.has_work for other in self._company if other is not self):
+            raise InvalidRequest(
+                "another engine over this memory has work",
+                field="request_id",
+                value=request.request_id,
+                limit="one of them at a time",
+                remedy="step the other one until has_work is false",
+            )
         self._scheduler.submit(request)
 
     def cancel(self, request_id: int, *, kind: FinishKind = FinishKind.CANCELLED, detail: str | None = None) -> bool:

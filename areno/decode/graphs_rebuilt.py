@@ -24,7 +24,7 @@ from areno.decode.host_rows import HostRows, advance
 from areno.decode.results import LaneRecords
 from areno.decode.row_state import RowState
 from areno.decode.staging import Layout, Staging
-from areno.decode.steps import DecodeSteps, StepKind
+from areno.decode.steps import DecodeSteps, StepKind, StepMemory
 from areno.forward import PrefillResult
 from areno.sampling.penalties import SlotTables
 from areno.sampling.variant import Variant
@@ -100,9 +100,13 @@ class RebuiltGraphPath:
         self._finish(layout, rows, records, kept=launch.variant.kept)
         self._rows.put(places, rows)
 
+    def memory_of(self, kind: StepKind) -> StepMemory:
+        """Return what a kind of step runs over: the device's side of its staging layout."""
+        return self._bucket(kind).layout.memory
+
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Compile and capture steps of short rows. Only before the first request."""
-        self.steps.warm_up(buckets, variant, lambda kind: self._bucket(kind).layout.memory)
+        self.steps.warm_up(buckets, variant, self.memory_of)
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""

@@ -114,7 +114,7 @@ def _list_kept(counts_ring, ids_ring, kept_scores, kept_ids, kept, BLOCK: tl.con
     tl.store(counts_ring, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "ring_slots"])
 def _filter_kernel(
     logits,
     thresholds,

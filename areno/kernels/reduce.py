@@ -130,7 +130,7 @@ def _improve(scores, logits, ids, low, high, greedy, best, best_id, best_logit, 
     return best, best_id, best_logit, best_shaped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _reduce_kernel(
     logits,
     partials,

@@ -231,7 +231,7 @@ class LaneBuffers(NamedTuple):
         return LaneBuffers(*flags, *numbers)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width"])
 def _begin_step_kernel(
     rows,
     lanes,

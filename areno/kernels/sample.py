@@ -59,7 +59,7 @@ def _store_float(place, value, mask):
     tl.store(place, value.to(tl.int32, bitcast=True), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "ring_slots"])
 def _finish_kernel(
     logits,
     partials,

@@ -53,9 +53,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def publish(bench: str, config: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Print and write one benchmark's result; return it."""
-    result = {
+def compose(bench: str, config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one benchmark's result."""
+    return {
         "bench": bench,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -64,8 +64,20 @@ def publish(bench: str, config: dict[str, Any], rows: list[dict[str, Any]], opti
         "config": config,
         "rows": rows,
     }
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def keep(result: dict[str, Any], output: Path | None) -> None:
+    """Write a result, or what there is of it, so that a file is never half written."""
+    if output is not None:
+        beside = output.with_name(output.name + ".part")
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(output)
+
+
+def publish(bench: str, config: dict[str, Any], rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Print and write one benchmark's result; return it."""
+    result = compose(bench, config, rows)
+    keep(result, options.output)
     if not options.json:
         for row in rows:
             print("  ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()))

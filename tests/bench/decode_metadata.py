@@ -1,0 +1,223 @@
+"""Resident decode tables against per-step rebuilt ones: same weights, same K/V memory, same buckets, one process.
+
+For each batch, mode and scenario: (1) both paths in lock step, results of both exactly `LAG` launches late: everything they say must
+be equal to the last bit; (2) one free run of each, not timed; (3) pairs of free runs in alternating order, each path reading its
+results as early as it can. Timed: from the first submit to the last terminal record, prefill and delivery included, garbage
+collection off; a short plan is followed several times in one run. `speedup` is the geometric mean over the pairs of resident by
+rebuilt in tokens/s, with a 95 % interval by Student's t on its logarithm; a cancelled request's late tokens count for nobody.
+`host_ms` is a step's time outside launches and waits for the device. Not timed: loading, capture, and what `decode_engines.warm` says.
+
+    python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
+    python -m tests.bench.decode_metadata --model PATH --greedy                  (the production sampler)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from areno import InvalidConfig
+from tests.bench import shapes
+from tests.bench.decode_engines import GREEDY, SCRIPTED, VARIANTS, Company, Pair, graph_ms, step_name
+from tests.bench.decode_report import problems, table
+from tests.bench.decode_runs import CONTRACT, Gap, Run, compare, lock_step, recorded, run_plan
+from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
+from tests.bench.record import arguments, compose, keep
+
+LAG = 2
+PROMPTS = {"cuda": (254, 255, 256, 257), "cpu": (14, 15, 16, 17)}
+MIN_STEPS = {"cuda": 192, "cpu": 0}
+CONTEXT = 1024
+# Two-sided 95 % points of Student's t, by degrees of freedom from 1 on.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the geometric mean of ratios and its 95 % interval, which a single one has not."""
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    mean = float(logs.mean())
+    if logs.size < 2:
+        return math.exp(mean), None, None
+    half = _T[min(logs.size - 2, len(_T) - 1)] * float(logs.std(ddof=1)) / math.sqrt(logs.size)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def run_case(pair: Pair, plan: Plan, *, pairs: int, shared_bytes: int) -> dict[str, Any]:
+    """Run one scenario on both engines and return its figures."""
+    gc.collect()
+    locked: dict[str, Run] = {}
+    for name, engine in pair.engines.items():
+        with lock_step(engine, LAG):
+            locked[name] = run_plan(engine, plan, rounds=1)
+    parity = compare(locked["resident"], locked["rebuilt"], plan, lock_step=True)
+    steps: dict[str, str] = {}
+    for name, engine in pair.engines.items():
+        with recorded(engine) as launches:
+            run_plan(engine, plan, rounds=1)
+        steps[name] = step_name(engine, launches)
+    runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
+    for number in range(pairs):
+        for name in VARIANTS if number % 2 else reversed(VARIANTS):
+            runs[name].append(run_plan(pair.engines[name], plan))
+    free = [compare(resident, rebuilt, plan, lock_step=False) for resident, rebuilt in zip(runs["resident"], runs["rebuilt"])]
+    return {
+        **_parity(parity, free),
+        **_speed(runs, plan),
+        **{f"{name}_step": step for name, step in steps.items()},
+        **_memory(pair, runs, shared_bytes),
+    }
+
+
+def _parity(locked: Gap, free: Sequence[Gap]) -> dict[str, Any]:
+    return {
+        "lock_step_ids_differ": locked.ids,
+        "lock_step_reasons_differ": locked.reasons,
+        "lock_step_steps_differ": locked.steps,
+        "lock_step_max_logprob_diff": locked.largest,
+        "free_ids_differ": max(gap.ids for gap in free),
+        "free_reasons_differ": max(gap.reasons for gap in free),
+        "free_max_logprob_diff": max(gap.largest for gap in free),
+        "free_mean_logprob_diff": max(gap.mean for gap in free),
+    }
+
+
+def _speed(runs: dict[str, list[Run]], plan: Plan) -> dict[str, Any]:
+    """Return times in ms per step, tokens/s and the speed-up with its interval."""
+    # Where a plan is followed to its end, both do the same work: its wall says all, tokens that a late cancel let through do not.
+    by_wall = plan.target_tokens is None
+    rates = {name: [1.0 / run.wall_s if by_wall else run.tokens_per_s for run in of_one] for name, of_one in runs.items()}
+    speedup, low, high = interval([resident / rebuilt for resident, rebuilt in zip(rates["resident"], rates["rebuilt"])])
+    step = {name: float(np.median(np.concatenate([run.steps_s for run in of_one]))) * 1e3 for name, of_one in runs.items()}
+    figures: dict[str, Any] = {"speedup": speedup, "speedup_low": low, "speedup_high": high, "pairs": len(runs["resident"])}
+    figures["step_speedup"] = step["rebuilt"] / step["resident"]
+    for name, of_one in runs.items():
+        count = sum(run.steps_s.size for run in of_one)
+        figures[f"{name}_step_ms"] = step[name]
+        figures[f"{name}_tokens_per_s"] = float(np.median([run.tokens_per_s for run in of_one]))
+        figures[f"{name}_host_ms"] = sum(run.host_s for run in of_one) / count * 1e3
+        figures[f"{name}_launch_ms"] = sum(run.launch_s for run in of_one) / count * 1e3
+        figures[f"{name}_wait_ms"] = sum(run.waited_s for run in of_one) / count * 1e3
+        figures[f"{name}_steps"] = count // len(of_one)
+    return figures
+
+
+def _memory(pair: Pair, runs: dict[str, list[Run]], shared_bytes: int) -> dict[str, Any]:
+    """Return the device memory at its highest as if each path were alone: what all share, its own, and what a run adds."""
+    if not shared_bytes:
+        return {}
+    peaks = {name: shared_bytes + pair.own_bytes[name] + max(run.peak_bytes for run in of_one) for name, of_one in runs.items()}
+    return {f"{name}_peak_mib": peak / 2**20 for name, peak in peaks.items()}
+
+
+def _delay(pair: Pair, row: dict[str, Any], load: Load) -> dict[str, float]:
+    """Return what a rebuilt step costs beside its graph: all of the step, and its launch alone."""
+    alone = graph_ms(pair.engines["rebuilt"], load.batch, max(load.prompts) + load.tokens // 2, GREEDY if load.greedy else SCRIPTED)
+    return {"graph_ms": alone, "rebuilt_delay_ms": row["rebuilt_step_ms"] - alone, "resident_delay_ms": row["resident_step_ms"] - alone}
+
+
+def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; what depends on the device is None until `settle`."""
+    parser = arguments(__doc__.split("\n")[0])
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help="folder of a checkpoint")
+    model.add_argument("--tiny", action="store_true", help="a seeded four-layer Qwen3 shape")
+    parser.add_argument("--batches", nargs="+", type=int, help="rows (default 1 8 64; on a CPU 1 8)")
+    parser.add_argument("--tokens", type=int, help="output tokens of a fixed-length request (default 64; on a CPU 8)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=("eager", "graph"), help="launch by launch, or captured (default both; on a CPU eager)"
+    )
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--greedy", action="store_true", help="the production sampler at temperature 0 in place of scripted tokens")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths, taken in turn")
+    parser.add_argument("--check", action="store_true", help="fail where a figure of --tiny on a device misses what is promised of it")
+    return parser.parse_args(arguments_given)
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fill in what the device decides, and refuse what it has not. Mutates: options. Raises: InvalidConfig."""
+    kind = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    options.kind, on_card = kind, kind == "cuda"
+    options.batches = options.batches or ([1, 8, 64] if on_card else [1, 8])
+    options.tokens = options.tokens or (64 if on_card else 8)
+    options.modes = options.modes or (["eager", "graph"] if on_card else ["eager"])
+    options.prompts = tuple(options.prompts or PROMPTS[kind])
+    for name, low in (("tokens", 1), ("repeats", 1)):
+        _require(getattr(options, name) >= low, name, getattr(options, name), f"at least {low}", f"raise --{name}")
+    _require(min(options.batches) >= 1, "batches", options.batches, "at least 1 row", "raise --batches")
+    _require(min(options.prompts) >= 1, "prompts", options.prompts, "at least 1 token", "raise --prompts")
+    _require(options.tp == 1, "tp", options.tp, "one rank for now: the engine runs on one device", "leave --tp out")
+    _require(on_card or "graph" not in options.modes, "modes", options.modes, "graphs are of a CUDA device", "use --modes eager")
+
+
+def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
+    if not ok:
+        raise InvalidConfig(f"{name}={value!r} is not allowed", field=name, value=value, limit=limit, remedy=remedy)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the matrix; keep the file up to date after every case; return the result."""
+    model = shapes.write("qwen3-tiny") if options.tiny else options.model
+    rounds = max(-(-MIN_STEPS[options.kind] // options.tokens), 1)
+    sizes = {"prompts": options.prompts, "tokens": options.tokens, "greedy": options.greedy, "rounds": rounds}
+    longest = Load(batch=1, vocab=1 << 16, **sizes).longest
+    company = Company(
+        model,
+        load_format="dummy" if options.tiny else "auto",
+        device=options.device,
+        max_rows=max(options.batches),
+        longest=max(CONTEXT, longest) if options.kind == "cuda" else longest,
+        prompts=options.prompts,
+    )
+    info, rows = company.info, []
+    config = {
+        "model": "qwen3-tiny" if options.tiny else options.model,
+        "dtype": info.dtype,
+        "device": info.device,
+        "lock_step_run_ahead": LAG,
+        "page_size": info.page_size,
+        "num_pages": info.num_pages,
+        **sizes,
+    }
+    for batch in options.batches:
+        load = Load(batch=batch, vocab=info.num_valid_ids, **sizes)
+        for mode in options.modes:
+            pair = company.pair(mode, batch, GREEDY if options.greedy else SCRIPTED)
+            config["run_ahead"] = {name: engine.info.run_ahead for name, engine in pair.engines.items()}
+            for scenario in options.scenarios:
+                case = {"batch": batch, "mode": mode, "scenario": scenario, "choice": "greedy" if options.greedy else "scripted"}
+                row = {**case, **run_case(pair, make_plan(scenario, load), pairs=options.repeats, shared_bytes=company.shared_bytes)}
+                if mode == "graph" and scenario == "steady":
+                    row |= _delay(pair, row, load)
+                rows.append(row)
+                keep(compose("decode_metadata", config, rows), options.output)
+                print(table([row], heading=len(rows) == 1), file=sys.stderr, flush=True)
+    return compose("decode_metadata", config, rows)
+
+
+def main(arguments_given: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print, write; exit with what is wrong where the paths differ, or with --check where a promise is missed."""
+    options = parse(arguments_given)
+    settle(options)
+    result = measure(options)
+    if not options.json:
+        print(table(result["rows"], heading=True))
+    print(json.dumps(result))
+    wrong = problems(result["rows"], CONTRACT[result["config"]["dtype"]], promises=options.check)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    return result
+
+
+if __name__ == "__main__":
+    main()
