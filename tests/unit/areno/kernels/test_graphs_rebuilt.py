@@ -236,6 +236,11 @@ def _same(found: LaunchResult, wanted: LaunchResult, *, kept: bool) -> set[int]:
     return set(wanted.status.tolist())
 
 
+def _addresses(memory: StepMemory) -> list[int]:
+    state = [getattr(memory.state, field.name).data_ptr() for field in dataclasses.fields(memory.state)]
+    return [*state, memory.ring.data_ptr()]
+
+
 def _shuffled(slot: DeltaSlot, rng: np.random.Generator) -> DeltaSlot:
     return DeltaSlot(
         rows=slot.rows[rng.permutation(slot.rows.size)], pages=slot.pages[rng.permutation(slot.pages.size)], contents=slot.contents
@@ -248,6 +253,7 @@ def _live(variant: Variant, kind: type[DecodeSteps], buckets: list[int], *, seed
     resident, rebuilt = Resident(kind), Rebuilt(kind)
     generations, held = list(range(1, ROWS + 1)), [-1] * ROWS
     reached: set[int] = set()
+    places: dict[StepKind, list[int]] = {}
     for turn, bucket in enumerate(buckets):
         packer, fresh = _operations(rng, generations, held, variant)
         for slot in packer.take():
@@ -261,6 +267,9 @@ def _live(variant: Variant, kind: type[DecodeSteps], buckets: list[int], *, seed
         lanes = np.zeros(bucket, dtype=np.int64)
         step = DecodeLaunch(bucket=bucket, longest=longest, seats=lanes, generations=lanes.astype(np.int32), variant=variant)
         reached |= _same(rebuilt.decode(step), resident.decode(step), kept=variant.kept)
+        kind = rebuilt.path.steps.kind_of(step)
+        # A captured step knows addresses.
+        assert places.setdefault(kind, _addresses(rebuilt.path.memory_of(kind))) == _addresses(rebuilt.path.memory_of(kind))
         for field in dataclasses.fields(resident.tables.state):
             kept_by_host = getattr(rebuilt.path._rows.state, field.name)
             assert np.array_equal(kept_by_host, getattr(resident.tables.state, field.name).numpy()), f"turn {turn}: {field.name}"
