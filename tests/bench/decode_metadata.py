@@ -9,6 +9,7 @@ rebuilt in tokens/s, with a 95 % interval by Student's t on its logarithm; a can
 
     python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
     python -m tests.bench.decode_metadata --model PATH --greedy                  (the production sampler)
+    python -m tests.bench.decode_metadata --tiny --profile resident              (traces of one path in place of the comparison)
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from areno import InvalidConfig
-from tests.bench import shapes
+from areno import Engine, InvalidConfig
+from tests.bench import decode_trace, shapes
 from tests.bench.decode_engines import GREEDY, SCRIPTED, VARIANTS, Company, Pair, graph_ms, step_name
 from tests.bench.decode_report import problems, table
 from tests.bench.decode_runs import CONTRACT, Gap, Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
+from tests.bench.device_trace import read_trace, summarise
 from tests.bench.record import arguments, compose, keep
 
 LAG = 2
@@ -123,6 +126,17 @@ def _delay(pair: Pair, row: dict[str, Any], load: Load) -> dict[str, float]:
     return {"graph_ms": alone, "rebuilt_delay_ms": row["rebuilt_step_ms"] - alone, "resident_delay_ms": row["resident_step_ms"] - alone}
 
 
+def profile_case(engine: Engine, plan: Plan, case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Record one round of a case and return what its trace shows of the middle steps, at most those of `decode_trace`."""
+    beside = options.output or Path("decode_metadata.json")
+    name = f"{beside.stem}-{options.profile}-{case['mode']}-{case['batch']}-{case['scenario']}-{case['choice']}.trace.json.gz"
+    path = beside.with_name(name)
+    decode_trace.record(engine, plan, path)
+    trace = read_trace(path)
+    steps = min(decode_trace.STEPS, len(trace.step_starts) - 1)
+    return {"variant": options.profile, "trace": path.name, **summarise(trace, steps=steps, source=path.name)}
+
+
 def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; what depends on the device is None until `settle`."""
     parser = arguments(__doc__.split("\n")[0])
@@ -139,6 +153,7 @@ def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", choices=VARIANTS, help="record each case of this path with torch.profiler; traces lie beside --output")
     parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths, taken in turn")
     parser.add_argument("--check", action="store_true", help="fail where a figure of --tiny on a device misses what is promised of it")
     return parser.parse_args(arguments_given)
@@ -149,7 +164,7 @@ def settle(options: argparse.Namespace) -> None:
     kind = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     options.kind, on_card = kind, kind == "cuda"
     options.batches = options.batches or ([1, 8, 64] if on_card else [1, 8])
-    options.tokens = options.tokens or (64 if on_card else 8)
+    options.tokens = options.tokens or (8 if not on_card else decode_trace.STEPS + decode_trace.MARGIN if options.profile else 64)
     options.modes = options.modes or (["eager", "graph"] if on_card else ["eager"])
     options.prompts = tuple(options.prompts or PROMPTS[kind])
     for name, low in (("tokens", 1), ("repeats", 1)):
@@ -157,6 +172,7 @@ def settle(options: argparse.Namespace) -> None:
     _require(min(options.batches) >= 1, "batches", options.batches, "at least 1 row", "raise --batches")
     _require(min(options.prompts) >= 1, "prompts", options.prompts, "at least 1 token", "raise --prompts")
     _require(options.tp == 1, "tp", options.tp, "one rank for now: the engine runs on one device", "leave --tp out")
+    _require(on_card or not options.profile, "profile", options.profile, "a device is profiled", "run this where a CUDA device is")
     _require(on_card or "graph" not in options.modes, "modes", options.modes, "graphs are of a CUDA device", "use --modes eager")
 
 
@@ -196,12 +212,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             config["run_ahead"] = {name: engine.info.run_ahead for name, engine in pair.engines.items()}
             for scenario in options.scenarios:
                 case = {"batch": batch, "mode": mode, "scenario": scenario, "choice": "greedy" if options.greedy else "scripted"}
-                row = {**case, **run_case(pair, make_plan(scenario, load), pairs=options.repeats, shared_bytes=company.shared_bytes)}
-                if mode == "graph" and scenario == "steady":
-                    row |= _delay(pair, row, load)
-                rows.append(row)
+                plan = make_plan(scenario, load)
+                if options.profile:
+                    rows.append({**case, **profile_case(pair.engines[options.profile], plan, case, options)})
+                else:
+                    rows.append({**case, **run_case(pair, plan, pairs=options.repeats, shared_bytes=company.shared_bytes)})
+                    if mode == "graph" and scenario == "steady":
+                        rows[-1] |= _delay(pair, rows[-1], load)
                 keep(compose("decode_metadata", config, rows), options.output)
-                print(table([row], heading=len(rows) == 1), file=sys.stderr, flush=True)
+                progress = decode_trace.table(rows[-1:]) if options.profile else table(rows[-1:], heading=len(rows) == 1)
+                print(progress, file=sys.stderr, flush=True)
     return compose("decode_metadata", config, rows)
 
 
@@ -211,8 +231,10 @@ def main(arguments_given: Sequence[str] | None = None) -> dict[str, Any]:
     settle(options)
     result = measure(options)
     if not options.json:
-        print(table(result["rows"], heading=True))
+        print(decode_trace.table(result["rows"]) if options.profile else table(result["rows"], heading=True))
     print(json.dumps(result))
+    if options.profile:
+        return result
     wrong = problems(result["rows"], CONTRACT[result["config"]["dtype"]], promises=options.check)
     if wrong:
         raise SystemExit("\n".join(wrong))

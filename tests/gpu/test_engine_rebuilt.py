@@ -11,7 +11,7 @@ import pytest
 
 from areno import Engine, EngineConfig, FinishKind, Request, SamplingParams
 from areno.weights.update import Canary
-from tests.bench import decode_metadata
+from tests.bench import decode_metadata, decode_trace
 from tests.bench.decode_runs import Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Plan
 
@@ -163,3 +163,14 @@ def test_the_harness_finds_no_difference_and_names_the_captured_step(checkpoint:
         assert row["resident_step"].startswith("graph" if row["mode"] == "graph" else "single launches")
         assert row["resident_peak_mib"] - row["rebuilt_peak_mib"] < 4
     assert all(row["graph_ms"] > 0 for row in rows if row["mode"] == "graph" and row["scenario"] == "steady")
+
+
+@pytest.mark.parametrize("path", ["resident", "rebuilt"])
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_steady_window_copies_and_waits_as_often_as_its_path_promises(checkpoint: Maker, tmp_path: Path, path: str, mode: str) -> None:
+    trace = tmp_path / "trace.json.gz"
+    given = ["--record", str(trace), "--model", str(checkpoint("wide")), "--variant", path, "--mode", mode, "--batch", "8", "--json"]
+    row = decode_trace.main([*given, "--check"])["rows"][0]
+    assert row["steps"] == 63 and row["step_ms"] > 0
+    if path == "rebuilt":
+        assert row["dtoh_copies"] == row["event_syncs"] == 63 and row["htod_copies"] >= 63

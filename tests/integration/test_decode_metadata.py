@@ -199,7 +199,13 @@ def test_what_is_wrong_with_a_figure_is_said(change: dict[str, Any], said: str, 
 
 @pytest.mark.parametrize(
     ("given", "field"),
-    [(["--tp", "2"], "tp"), (["--modes", "graph"], "modes"), (["--repeats", "0"], "repeats"), (["--batches", "0"], "batches")],
+    [
+        (["--tp", "2"], "tp"),
+        (["--modes", "graph"], "modes"),
+        (["--repeats", "0"], "repeats"),
+        (["--batches", "0"], "batches"),
+        (["--profile", "resident"], "profile"),
+    ],
 )
 def test_what_cannot_be_measured_here_is_refused_by_name(given: list[str], field: str) -> None:
     with pytest.raises(InvalidConfig, match=field) as refusal:
