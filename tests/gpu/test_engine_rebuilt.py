@@ -30,7 +30,7 @@ SHAPED: tuple[dict[str, Any], ...] = (
 
 
 def owner_of(folder: Path, **options: Any) -> Engine:
-    fixed = {"model": str(folder), "device": "cuda", "max_rows": 16, "seed": 1, "num_pages": 64, "prefix_cache": False}
+    fixed = {"model": str(folder), "device": "cuda", "max_rows": 16, "seed": 1, "num_pages": 52, "prefix_cache": False}
     return Engine(EngineConfig(**{**fixed, "kept_ids": True, "sampling_slots": 6, "compaction_steps": 2, **options}))
 
 

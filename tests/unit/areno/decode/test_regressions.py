@@ -47,7 +47,7 @@ def _same(found: dict[int, Output], wanted: dict[int, Output]) -> None:
 @LATE
 def test_page_growth_gives_a_row_all_the_pages_it_comes_to_need(folder: Path, path: str, run_ahead: int) -> None:
     prompt = random_prompt(np.random.default_rng(0), 6, 7)
-    engine = make_engine(folder, decode_tables=path, run_ahead=run_ahead, page_size=4)
+    engine = make_engine(folder, decode_tables=path, run_ahead=run_ahead, page_size=4, num_pages=60)
     output = generate(engine, prompt, max_new_tokens=150, seed=1, ignore_eos=True)
     stats = engine.stats()
     assert len(output.ids) == 150 and stats["grown_pages"] >= 20 and stats["starved"] == 0
