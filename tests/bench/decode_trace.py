@@ -6,7 +6,7 @@
 
 A recorded run follows the plan `steady` of `decode_metadata` on a warm engine, each `Engine.step` marked; the window is the middle
 63 steps. The profiler slows the host down, so idle gaps compare paths and say nothing of speed. `long_waits` counts waits of more
-than 1.25 steps: longer than the launch in flight. `--check` holds a trace named resident or rebuilt to what its path promises.
+than 1.5 steps: longer than the launch in flight. `--check` holds a trace named resident or rebuilt to what its path promises.
 """
 
 from __future__ import annotations

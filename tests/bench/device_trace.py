@@ -24,7 +24,7 @@ from typing import Any
 from areno import InvalidConfig
 
 MARKER = "decode_step"
-LONG_WAIT = 1.25
+LONG_WAIT = 1.5
 """A wait is long if it takes more than this many steps."""
 
 _SYNCHRONISATIONS = {

@@ -267,9 +267,10 @@ def _live(variant: Variant, kind: type[DecodeSteps], buckets: list[int], *, seed
         lanes = np.zeros(bucket, dtype=np.int64)
         step = DecodeLaunch(bucket=bucket, longest=longest, seats=lanes, generations=lanes.astype(np.int32), variant=variant)
         reached |= _same(rebuilt.decode(step), resident.decode(step), kept=variant.kept)
-        kind = rebuilt.path.steps.kind_of(step)
+        step_kind = rebuilt.path.steps.kind_of(step)
         # A captured step knows addresses.
-        assert places.setdefault(kind, _addresses(rebuilt.path.memory_of(kind))) == _addresses(rebuilt.path.memory_of(kind))
+        found = _addresses(rebuilt.path.memory_of(step_kind))
+        assert places.setdefault(step_kind, found) == found
         for field in dataclasses.fields(resident.tables.state):
             kept_by_host = getattr(rebuilt.path._rows.state, field.name)
             assert np.array_equal(kept_by_host, getattr(resident.tables.state, field.name).numpy()), f"turn {turn}: {field.name}"
