@@ -76,6 +76,7 @@ class Score:
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
 
+    `beside` is another engine whose weights and K/V memory this one uses (see `twin`).
     Raises: CheckpointError, UnsupportedModel, InvalidConfig; EngineFailure if the device fails, here and in every method that
     runs on it, after which the engine is of no use.
     """
