@@ -203,13 +203,18 @@ def _buckets(max_rows: int, *, smallest: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if smallest <= size <= top))
 
 
+QUICK_WEIGHT_BYTES = 2 << 30
+"""Models below this take less than a millisecond a step for few rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """What the device gives: its name, its kind, and how many bytes keys and values may take at most."""
+    """What the device gives: its name, its kind, and how many bytes keys and values may take at most; `weight_bytes` it reads a step."""
 
     name: str
     kind: Literal["cpu", "cuda"]
     kv_bytes: int
+    weight_bytes: int = 1 << 40
 
 
 def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, token_kv_elements: int) -> ResolvedConfig:
@@ -229,8 +234,9 @@ def resolve(config: EngineConfig, device: DeviceLimits, *, model_max_len: int, t
     dtype = config.dtype or ("float32" if on_cpu else "bfloat16")
     page_size = config.page_size or (16 if on_cpu else 64)
     max_rows = config.max_rows or (64 if on_cpu else 256)
-    # The rebuilt path has waited for a launch when it returns, so that late news would cost and spare nothing.
-    late = 0 if on_cpu or config.decode_tables == "rebuilt" else 2
+    # The rebuilt path has waited for a launch when it returns, so that late news would cost and spare nothing. Steps below a millisecond
+    # leave the host little time for each.
+    late = 0 if on_cpu or config.decode_tables == "rebuilt" else 3 if device.weight_bytes < QUICK_WEIGHT_BYTES else 2
     run_ahead = config.run_ahead if config.run_ahead is not None else late
     max_len = config.max_model_len or min(model_max_len, 32768)
     pages_per_row = -(-max_len // page_size)

@@ -80,7 +80,7 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
             f"may be used; weights and their staging take {weights / 2**30:,.1f} GiB, buffers {buffers / 2**30:,.1f}",
             remedy="free memory on the device, raise gpu_memory_fraction, lower max_rows, or take a larger device",
         )
-    return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room)
+    return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room, weight_bytes=weights // 2)
 
 
 def check_kernels(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> None:

@@ -36,7 +36,7 @@ from tests.bench.device_trace import read_trace, summarise
 from tests.bench.record import arguments, compose, keep
 
 LAG = 2
-PROMPTS = {"cuda": (254, 255, 256, 257), "cpu": (14, 15, 16, 17)}
+PROMPTS = {"cuda": (62, 63, 64, 65), "cpu": (14, 15, 16, 17)}
 MIN_STEPS = {"cuda": 192, "cpu": 0}
 CONTEXT = 1024
 # Two-sided 95 % points of Student's t, by degrees of freedom from 1 on.

@@ -45,6 +45,10 @@ def _wall(engine: Engine, batch: int, outputs: int, sampling: dict[str, Any], rn
     return wall
 
 
+def _host_s(engine: Engine) -> float:
+    return float(engine.stats()["step_s"]) - engine._ring.waited_s
+
+
 def measure(
     model: str, batches: list[int], *, modes: list[str], repeats: int, options: dict[str, Any], log: bool = False
 ) -> list[dict[str, Any]]:
@@ -58,10 +62,13 @@ def measure(
         for batch in batches:
             _wall(engine, batch, STEPS + 1, MODES[mode], rng)
             steps = []
+            host_before = _host_s(engine)
+            steps_before = engine.stats()["steps"]
             for _ in range(repeats):
                 short, long = (_wall(engine, batch, outputs, MODES[mode], rng) for outputs in (1, STEPS + 1))
                 steps.append((long - short) / STEPS * 1e3)
             step = statistics.median(steps)
+            host_ms = (_host_s(engine) - host_before) / (engine.stats()["steps"] - steps_before) * 1e3
             rows.append(
                 {
                     "model": model,
@@ -70,6 +77,7 @@ def measure(
                     "step_ms": step,
                     "min_step_ms": min(steps),
                     "max_step_ms": max(steps),
+                    "host_ms": host_ms,
                     "tokens_per_s": batch / step * 1e3,
                 }
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from typing import Any
 
 import pytest
@@ -56,6 +58,10 @@ def test_a_cuda_device_has_buckets_from_one_row_on_and_defaults_of_its_own() -> 
     assert resolved.buckets == (1, 2, 4, 8, 16, 20)
     assert (resolved.dtype, resolved.page_size, resolved.run_ahead, resolved.num_pages) == ("bfloat16", 64, 2, 20 * 8)
     assert not resolved.clears_pages
+    small = replace(card, weight_bytes=1 << 30)
+    assert resolve(EngineConfig(model="x"), small, model_max_len=512, token_kv_elements=256).run_ahead == 3
+    rebuilt = EngineConfig(model="x", decode_tables="rebuilt")
+    assert resolve(rebuilt, small, model_max_len=512, token_kv_elements=256).run_ahead == 0
     assert resolve(EngineConfig(model="x"), card, model_max_len=512, token_kv_elements=256).max_rows == 256
 
 
