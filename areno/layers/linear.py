@@ -2,17 +2,19 @@
 
 Called by the decoders. One fused matmul replaces two or three: on a small CPU model a step costs as much in calls as
 in arithmetic. On the CPU a few rows times a large matrix cost mostly the packing of that matrix, which the plain product repeats
-at every call; `PackedWeight` keeps it packed.
+at every call; `PackedWeight` keeps it packed, and `SidewaysWeight` turns the product over where the matrix is not taller than wide.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from areno.config import LANE_MULTIPLE
 from areno.weights.names import ParameterTable
 
 
@@ -45,6 +47,43 @@ class PackedWeight:
         return projected
 
 
+class SidewaysWeight:
+    """A weight that is multiplied as W x^T, which the library does faster for a few rows if W is not taller than wide.
+
+    At multiples of four from `LEAST_ROWS` rows on, to which others are padded, its products give a row the same bits at any number
+    of rows; where a trial shows that they do not, this is not possible.
+    """
+
+    LEAST_ROWS = 12
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    @staticmethod
+    def is_possible(table: ParameterTable, out_size: int, in_size: int) -> bool:
+        """Whether a weight of this table can be multiplied so: fp32 on a CPU, and steady there."""
+        fits = table.device.type == "cpu" and table.dtype == torch.float32 and out_size <= in_size
+        return fits and _is_steady(out_size, in_size)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Project. Shapes: x [T, in] -> [T, out], strided."""
+        rows = x.shape[0]
+        missing = max(self.LEAST_ROWS - rows, -rows % LANE_MULTIPLE)
+        if missing:
+            x = functional.pad(x, (0, 0, 0, missing))
+        projected = torch.mm(self._weight, x.t()).t()[:rows]
+        return projected if bias is None else projected + bias
+
+
+@functools.cache
+def _is_steady(out_size: int, in_size: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn((rows, in_size), generator=generator) for rows in (out_size, 512))
+    whole = torch.mm(weight, x.t())
+    return all(torch.equal(torch.mm(weight, x[:rows].t()), whole[:, :rows]) for rows in (12, 16, 20, 24, 32, 48, 64, 128, 192, 256))
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """y = x W^T + b. Shapes: weight [out, in], bias [out] or None; `packed` multiplies in its place."""
@@ -52,7 +91,7 @@ class Linear:
     weight: torch.Tensor
     weight_transposed: torch.Tensor
     bias: torch.Tensor | None
-    packed: PackedWeight | None = None
+    packed: PackedWeight | SidewaysWeight | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project. Shapes: x [T, in] -> [T, out]."""
@@ -86,5 +125,9 @@ def allocate_linear(
             continue
         rows = {f"{module}.{part}.{kind}": count for part, count in parts.items()}
         tensors[kind] = table.allocate(f"{module}.{name}.{kind}", shape, rows)
-    packed = PackedWeight(table, f"{module}.{name}", tensors["weight"]) if pack and PackedWeight.is_possible(table) else None
+    packed: PackedWeight | SidewaysWeight | None = None
+    if pack and SidewaysWeight.is_possible(table, out_size, in_size):
+        packed = SidewaysWeight(tensors["weight"])
+    elif pack and PackedWeight.is_possible(table):
+        packed = PackedWeight(table, f"{module}.{name}", tensors["weight"])
     return Linear(tensors["weight"], tensors["weight"].t(), tensors.get("bias"), packed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areno.layers.linear import Linear, allocate_linear
+from areno.layers.linear import Linear, SidewaysWeight, _is_steady, allocate_linear
 from areno.weights.names import ParameterTable
 
 PARTS = {"q_proj": 6, "k_proj": 4, "v_proj": 4}
@@ -43,7 +43,7 @@ def test_adding_to_a_residual_is_projecting_and_adding(dtype: torch.dtype, bias:
         torch.testing.assert_close(residual, expected)
 
 
-@pytest.mark.parametrize("size", [(960, 576), (576, 1536), (14, 8), (264, 128)])
+@pytest.mark.parametrize("size", [(960, 576), (576, 1536), (576, 576), (14, 8), (8, 16), (264, 128)])
 def test_packed_products_give_a_row_the_same_bits_at_any_number_of_rows(size: tuple[int, int]) -> None:
     out_size, in_size = size
     table = ParameterTable(torch.float32, torch.device("cpu"))
@@ -67,3 +67,19 @@ def test_a_packed_weight_follows_its_weight_when_the_table_rebuilds() -> None:
         linear.weight.normal_()
         table.rebuild_derived()
         torch.testing.assert_close(linear(x), x @ linear.weight.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_not_taller_than_wide_is_multiplied_sideways_where_that_is_steady() -> None:
+    table = ParameterTable(torch.float32, torch.device("cpu"))
+    wide = allocate_linear(table, "m", "o", {"o": 48}, 64, bias=True, pack=True)
+    tall = allocate_linear(table, "m", "q", {"q": 80}, 64, bias=False, pack=True)
+    assert isinstance(wide.packed, SidewaysWeight) == _is_steady(48, 64)
+    assert not isinstance(tall.packed, SidewaysWeight)
+    wide.weight.normal_()
+    assert wide.bias is not None
+    wide.bias.normal_()
+    for rows in (1, 4, 5, 12, 30):
+        x, residual = torch.randn(rows, 64), torch.randn(rows, 48)
+        expected = residual + torch.nn.functional.linear(x, wide.weight, wide.bias)
+        wide.add_to(residual, x)
+        torch.testing.assert_close(residual, expected)
