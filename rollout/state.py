@@ -212,11 +212,29 @@ class StateFolder:
         lock = FileLock(self.root / "versions.lock")
         lock.acquire(blocking=True)
         try:
-            version = int(json.loads(path.read_text())["next"]) if path.exists() else 0
+            version = _read_next(path) if path.exists() else 0
             _replace(path, json.dumps({"next": version + 1}))
         finally:
             lock.release()
         return version
+
+
+def _read_next(path: Path) -> int:
+    """Return the version that comes next. Raises: InvalidConfig for a file that does not say it."""
+    text = path.read_text(errors="replace")
+    try:
+        version = json.loads(text)["next"]
+        if type(version) is int and version >= 0:
+            return version
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise InvalidConfig(
+        f"{path} does not hold the next weight version",
+        field="versions.json",
+        value=text[:80],
+        limit='it holds {"next": N} with N above every version that trainers here have seen',
+        remedy="restore it from a copy, or write it so",
+    )
 
 
 def _replace(path: Path, text: str) -> None:

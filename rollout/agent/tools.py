@@ -10,6 +10,7 @@ one; an integer is a fine number, a bool is neither. Invariant: what reaches a c
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class ToolBox:
         if not closed:
             return BadCall(message=f"the call is not closed: {CLOSE} is missing", place=place)
         try:
-            call = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+            call = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
             return BadCall(message=_short(f"the call is not valid JSON: {reason}"), place=place)
@@ -249,6 +250,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key[:64]!r} is there twice")
         found[key] = value
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:32]} is too large for a number")
+    return value
 
 
 def _no_constant(name: str) -> Any:

@@ -83,6 +83,16 @@ def test_versions_only_grow_also_across_processes(tmp_path: Path) -> None:
     assert numbers[-1] == 4
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"next": "4"}', '{"next": -1}', '{"next": true}', '{"version": 3}'])
+def test_a_versions_file_that_says_no_number_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path).make()
+    path = tmp_path / "versions.json"
+    path.write_text(text)
+    with pytest.raises(InvalidConfig, match=r"versions.json does not hold the next weight version.*restore it"):
+        folder.next_version()
+    assert path.read_text() == text
+
+
 def test_a_lock_that_is_removed_with_its_release_can_be_taken_again_and_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "one.lock"
     first, second = FileLock(path), FileLock(path)

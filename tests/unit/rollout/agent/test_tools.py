@@ -139,6 +139,7 @@ BAD = {
     "five megabytes": (call("add", {"a": "x" * 5_000_000}), "the limit is 65536"),
     "duplicate key": ('<tool_call>{"name": "add", "arguments": {"a": 1, "a": 2}}</tool_call>', "the key 'a' is there twice"),
     "duplicate name": ('<tool_call>{"name": "add", "name": "sub", "arguments": {"a": 1}}</tool_call>', "twice"),
+    "too large": ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "1e999 is too large for a number"),
     "not a number": ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
     "deep": ('<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 30_000 + "</tool_call>", "not valid JSON"),
     "huge integer": ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
