@@ -64,18 +64,12 @@ class PrefixIndex:
         self._roots: dict[str | None, _Node] = {}
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
         self._chains: OrderedDict[tuple[str | None, str], _Chain] = OrderedDict()
-        self._held: Counter[int] = Counter()
         self._tick = 0
-
-    @property
-    def held_pages(self) -> Counter[int]:
-        """References the index holds, by page."""
-        return self._held
 
     @property
     def num_evictable(self) -> int:
         """Number of pages that only the index refers to."""
-        return sum(1 for page, count in self._held.items() if self._pool.references(page) == count)
+        return self._pool.num_index_only
 
     def match(self, ids: np.ndarray, *, salt: str | None, lineage: str | None, oldest_version: int, at_most: int) -> PrefixMatch:
         """Find the longest reusable prefix of a prompt and hold its pages.
@@ -137,7 +131,7 @@ class PrefixIndex:
         if not self._enabled:
             return
         for page in pages:
-            self._hold(page)
+            self._pool.hold_for_index(page)
         key = (salt, lineage)
         self._drop_chain(key)
         if pages:
@@ -149,7 +143,7 @@ class PrefixIndex:
         """Drop every shared entry; lineages keep theirs."""
         self._epoch = epoch
         for node in self._nodes.values():
-            self._let_go(node.page)
+            self._pool.release_from_index(node.page)
         self._nodes.clear()
         self._roots.clear()
 
@@ -180,7 +174,8 @@ class PrefixIndex:
         for chain in self._chains.values():
             named.update(chain.pages)
             assert len(chain.pages) == -(-chain.versions.size // self._page_size), "a chain names other pages than its tokens fill"
-        assert named == self._held, f"index references differ: entries {named}, counted {self._held}"
+        held = self._pool.indexed_pages
+        assert named == held, f"index references differ: entries {named}, counted {held}"
         reached: set[int] = set()
         stack = list(self._roots.values())
         while stack:
@@ -220,7 +215,7 @@ class PrefixIndex:
     def _enter(self, page: int, text: bytes, parent: _Node, *, is_tail: bool = False) -> _Node:
         node = _Node(page, text, parent, is_tail)
         self._nodes[id(node)] = node
-        self._hold(page)
+        self._pool.hold_for_index(page)
         return node
 
     def _touch(self, path: list[_Node]) -> None:
@@ -235,14 +230,22 @@ class PrefixIndex:
         chain.tick = self._tick
         self._chains.move_to_end(key)
 
-    def _in_use(self, page: int) -> bool:
-        return self._pool.references(page) > self._held[page]
-
     def _oldest_node(self) -> _Node | None:
-        return next((node for node in self._nodes.values() if not (node.children or node.tails or self._in_use(node.page))), None)
+        """Return the oldest entry that can go. What is in use is passed over by making it young, so that nobody passes it again soon."""
+        for _ in range(len(self._nodes)):
+            node = next(iter(self._nodes.values()))
+            if not (node.children or node.tails or self._pool.in_use(node.page)):
+                return node
+            self._touch([node])
+        return None
 
     def _oldest_chain(self) -> tuple[str | None, str] | None:
-        return next((key for key, chain in self._chains.items() if not self._in_use(chain.pages[-1])), None)
+        for _ in range(len(self._chains)):
+            key, chain = next(iter(self._chains.items()))
+            if not self._pool.in_use(chain.pages[-1]):
+                return key
+            self._touch_chain(key, chain)
+        return None
 
     def _drop_node(self, node: _Node) -> int:
         del self._nodes[id(node)]
@@ -251,11 +254,11 @@ class PrefixIndex:
         del (parent.tails if node.is_tail else parent.children)[node.ids]
         if parent.page == _NO_PAGE and not (parent.children or parent.tails):
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
-        return self._let_go(node.page)
+        return int(self._pool.release_from_index(node.page))
 
     def _shorten_chain(self, key: tuple[str | None, str]) -> int:
         chain = self._chains[key]
-        freed = self._let_go(chain.pages.pop())
+        freed = int(self._pool.release_from_index(chain.pages.pop()))
         chain.versions = chain.versions[: len(chain.pages) * self._page_size]
         chain.ids = chain.ids[: chain.versions.size]
         if not chain.pages:
@@ -265,17 +268,7 @@ class PrefixIndex:
     def _drop_chain(self, key: tuple[str | None, str]) -> None:
         chain = self._chains.pop(key, None)
         for page in chain.pages if chain is not None else ():
-            self._let_go(page)
-
-    def _hold(self, page: int) -> None:
-        self._pool.hold(page)
-        self._held[page] += 1
-
-    def _let_go(self, page: int) -> int:
-        self._held[page] -= 1
-        if not self._held[page]:
-            del self._held[page]
-        return int(self._pool.release(page))
+            self._pool.release_from_index(page)
 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:

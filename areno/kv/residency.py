@@ -184,7 +184,7 @@ class Residency:
     def check_integrity(self, lives: Iterable[LiveRequest]) -> None:
         """Check that pages, rows, seats and slots add up over the live requests. Raises: AssertionError."""
         holders = list(lives)
-        expected: Counter[int] = Counter(self.prefix.held_pages)
+        expected: Counter[int] = Counter(self.pool.indexed_pages)
         for live in holders:
             expected.update(live.pages)
         self.pool.check_integrity(dict(expected))

@@ -93,6 +93,36 @@ def test_eviction_takes_leaves_first_and_spares_pages_in_use() -> None:
     assert index.evict(99) == 2 and pool.num_free == 8
 
 
+@pytest.mark.parametrize("lineages", [False, True])
+def test_entries_in_use_are_passed_over_once_and_not_at_every_eviction(lineages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(1000, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    used = []
+    for number in range(400):
+        ids = np.arange(number * 1000, number * 1000 + G)
+        _stored(pool, index, ids, **({"lineage": str(number)} if lineages else {}))
+        if number < 300:
+            used += index.match(np.append(ids, 7), salt=None, lineage=str(number), oldest_version=0, at_most=99).pages
+    assert len(used) == 300 and index.num_evictable == 100
+    looks = 0
+    look = PagePool.in_use
+
+    def counted(pool: PagePool, page: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return look(pool, page)
+
+    monkeypatch.setattr(PagePool, "in_use", counted)
+    assert sum(index.evict(1) for _ in range(100)) == 100 and index.num_evictable == 0
+    assert looks < 600
+    assert index.evict(1) == 0
+    for page in used:
+        pool.release(page)
+    assert index.num_evictable == 300 and index.evict(1000) == 300 and pool.num_free == 1000
+    index.check_integrity()
+    pool.check_integrity({})
+
+
 def test_a_disabled_index_never_hits_and_never_holds() -> None:
     pool = PagePool(8, first=0)
     index = PrefixIndex(pool, G, epoch=0, enabled=False)
@@ -140,7 +170,7 @@ def test_references_add_up_after_any_history(seed: int) -> None:
             epoch += 1
             index.start_epoch(epoch)
         index.check_integrity()
-        held: Counter[int] = Counter(index.held_pages)
+        held: Counter[int] = Counter(pool.indexed_pages)
         for pages in running:
             held.update(pages)
         pool.check_integrity(dict(held))
