@@ -51,7 +51,7 @@ def measure(folder: Path, *, requests: int, settle: int, run_ahead: int = 1) -> 
             engine.submit(_request(rng, number))
             live.add(number)
             number += 1
-        if live and rng.random() < 0.15:
+        if live and rng.random() < 0.2:
             engine.cancel(int(rng.choice(list(live))))
         for finished in engine.step().finished:
             live.discard(finished.request_id)
