@@ -19,6 +19,8 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     ├── RequestError (RuntimeError)            request_error
     │   ├── Conflict                           conflict              same request id, other body
     │   ├── Gone                               gone                  ended, delivered and forgotten
+    │   ├── NoEvaluation                       no_evaluation         ended, or another client's
+    │   ├── VersionChanged                     version_changed       an evaluation outlived its deadline and saw two versions
     │   └── RequestFailed                      request_failed        ended as failed; carries what was sampled
     ├── Unavailable (ConnectionError)          unavailable
     │   ├── NoService                          no_service            nothing announced in the state folder
@@ -38,6 +40,7 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   ├── CanaryMismatch                     canary_mismatch
     │   ├── UpdateBusy                         update_busy
     │   ├── NoUpdate                           no_update
+    │   ├── DrainTimeout                       drain_timeout         requests ran on past the drain's deadline
     │   ├── WeightsUnchanged                   weights_unchanged
     │   ├── WeightsChanged                     weights_changed       a restore brought other weights
     │   └── WeightsFileRefused                 weights_file_refused
@@ -165,6 +168,18 @@ class Gone(RequestError):
     code = "gone"
 
 
+class NoEvaluation(RequestError):
+    """No such evaluation is open for this client."""
+
+    code = "no_evaluation"
+
+
+class VersionChanged(RequestError):
+    """An evaluation was to see one version and saw more; its hold on commits had run out."""
+
+    code = "version_changed"
+
+
 class RequestFailed(RequestError):
     """A request ended as failed. `generation` holds what was sampled before, `reason_code` the cause's code."""
 
@@ -279,6 +294,12 @@ class NoUpdate(WeightUpdateError):
     """No such update is open."""
 
     code = "no_update"
+
+
+class DrainTimeout(WeightUpdateError):
+    """The requests in the engine did not end within the drain's deadline; the update stays open."""
+
+    code = "drain_timeout"
 
 
 class WeightsUnchanged(WeightUpdateError):

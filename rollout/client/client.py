@@ -7,6 +7,7 @@ same names and arguments.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +18,23 @@ from rollout.client import operations
 from rollout.client.connection import Connection, answer, wait_async
 from rollout.client.operations import Operation
 from rollout.client.parameters import (
+    EVALUATION_DEADLINE_S,
+    EVALUATION_OPTIONS,
     GROUP_OPTIONS,
     OPTIONS,
+    EvaluationOptions,
     GenerationOptions,
     GroupOptions,
     Ids,
     Prepared,
     prepare,
+    prepare_evaluation,
     prepare_group,
     shows_options,
 )
 from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
-from rollout.errors import RolloutError
+from rollout.errors import ClientUnusable, RolloutError, Unavailable
 
 if TYPE_CHECKING:
     import tokenizers
@@ -124,14 +129,17 @@ class AsyncClient:
         """
         return (await self._all_of(prepare(prompt_ids, options)))[0]
 
-    async def _all_of(self, prepared: Prepared) -> list[Generation]:
-        """Wait for every request of a message; the first that gives no generation ends the others and raises."""
+    async def _all_of(self, *messages: Prepared) -> list[Generation]:
+        """Wait for every request of some messages; the first that gives no generation ends the others and raises."""
+        records: list[StreamRecord] = []
         try:
-            records = self._connection.submit(prepared)
-        except RolloutError:
-            raise  # nothing was sent
-        except BaseException:
-            self._cancel(prepared.members)
+            for prepared in messages:
+                records += self._connection.submit(prepared)
+        except BaseException as error:
+            # A refused message was not sent, and its ids may be another's.
+            unsent = isinstance(error, RolloutError)
+            begun = [record.request_id for record in records]
+            self._cancel(begun if unsent else [request_id for one in messages for request_id in one.members])
             raise
         generations = []
         try:
@@ -151,6 +159,24 @@ class AsyncClient:
     def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Sample from the model and return the stream of deltas; the last one carries the generation."""
         return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options))[0])
+
+    @shows_options(EVALUATION_OPTIONS)
+    async def evaluate(
+        self, prompts: Sequence[Ids], *, deadline_s: float = EVALUATION_DEADLINE_S, **options: Unpack[EvaluationOptions]
+    ) -> list[Generation]:
+        """Sample from the model once for each prompt, all under one version; commits wait until this ends or its deadline.
+
+        Options as in `EvaluationOptions`, alike for all; with a `seed`, prompt i draws with `derive_seed(seed, i)`. Requests that
+        `deadline_s` seconds do not suffice for come back as expired.
+        Raises: as `generate`; VersionChanged if a commit got in after the deadline.
+        """
+        prepared = prepare_evaluation(prompts, deadline_s, options)
+        evaluation = await self._run(operations.evaluate_begin(deadline_s))
+        try:
+            return evaluation.checked(await self._all_of(*prepared), deadline_s)
+        finally:
+            with contextlib.suppress(Unavailable, ClientUnusable):
+                await self._run(operations.evaluate_end(evaluation))
 
     @shows_options(GROUP_OPTIONS)
     async def generate_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Generation]:
@@ -174,7 +200,7 @@ class AsyncClient:
 
     async def cancel(self, request_id: bytes) -> CancelResult:
         """End a generation of this client; idempotent."""
-        return await self._run(operations.cancel(request_id))
+        return await self._run(operations.cancel(request_id, self._connection.to_cancel))
 
     async def info(self) -> ServiceInfo:
         """Return what the service is."""
@@ -212,10 +238,20 @@ class AsyncClient:
         await self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
 
     async def weights_commit(
-        self, update_id: str, *, digests: Mapping[str, int] | None = None, canaries: Sequence[CanarySpec] = ()
+        self,
+        update_id: str,
+        *,
+        digests: Mapping[str, int] | None = None,
+        canaries: Sequence[CanarySpec] = (),
+        mode: str = "inflight",
+        drain_s: float = 60.0,
     ) -> UpdateReport:
-        """Prove and publish an update. Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate."""
-        return await self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries))
+        """Prove and publish an update. Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate.
+
+        `mode`: running requests go on ("inflight"), are waited for while new ones queue ("drain", for `drain_s` seconds, then
+        DrainTimeout, and the update stays open), or are cut and go on by themselves as new requests ("abort_requests").
+        """
+        return await self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries, mode=mode, drain_s=drain_s))
 
     async def weights_abort(self, update_id: str) -> None:
         """Drop an update; idempotent."""

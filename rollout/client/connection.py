@@ -140,7 +140,15 @@ class Connection:
                         remedy="draw a new request id",
                     )
             fresh = [
-                StreamRecord(request_id, frames, time.monotonic(), prompt_ids=prepared.prompt_ids, wants=prepared.wants, group_id=group_id)
+                StreamRecord(
+                    request_id,
+                    frames,
+                    time.monotonic(),
+                    prompt_ids=prepared.prompt_ids,
+                    wants=prepared.wants,
+                    group_id=group_id,
+                    prepared=prepared,
+                )
                 for request_id, record in known.items()
                 if record is None
             ]
@@ -166,6 +174,10 @@ class Connection:
         """Ask for a generation's end without waiting; no effect on one that ended, was never sent, or in a forked child."""
         if os.getpid() == self._pid:
             self._io.cancel(request_id)
+
+    def to_cancel(self, request_id: bytes) -> bytes:
+        """Return the id to cancel a generation by; it differs from the caller's once an update has cut it."""
+        return self._io.to_cancel(request_id) if os.getpid() == self._pid else request_id
 
     def close(self) -> None:
         """End the session. Blocks: until the I/O thread ended, a few seconds at most. No effect in a forked child."""

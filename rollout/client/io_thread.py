@@ -23,6 +23,7 @@ import numpy as np
 
 from rollout.client.flush_extras import FlushExtras
 from rollout.client.pending import Call, Columns, Pending, StreamRecord
+from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.errors import (
     ClientClosed,
     InvalidRequest,
@@ -36,7 +37,7 @@ from rollout.errors import (
 )
 from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
-from rollout.wire.messages import CLIENT_REPLIES, Deltas, ErrorBody, Op, Welcome
+from rollout.wire.messages import CLIENT_REPLIES, Deltas, Ending, ErrorBody, Op, Welcome
 from rollout.wire.security import missing_socket, new_token
 from rollout.wire.transport import Context, Peer, Poller, Sent
 
@@ -66,6 +67,8 @@ class IoThread:
         self.address, self._name, self._timeout_s = address, name, timeout_s
         self.streams: dict[bytes, StreamRecord] = {}
         self._cancelling: set[bytes] = set()
+        # Streams that an update cut, by the id under which they go on; `streams` keeps them under the caller's.
+        self._continued: dict[bytes, StreamRecord] = {}
         # Streams that one message began together, by that message's id: an error under it is every one's.
         self._groups: dict[bytes, set[StreamRecord]] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
@@ -133,14 +136,36 @@ class IoThread:
         """Ask for a generation's end without waiting for the answer; asked again where the connection was lost before its end came."""
 
         def ask() -> None:
-            if request_id in self.streams:
+            record = self.streams.get(request_id)
+            if record is not None:
                 self._cancelling.add(request_id)
-            self._send_cancel(request_id)
+            self._send_cancel(request_id if record is None else record.wire_id)
 
         self.post(ask)
 
-    def _send_cancel(self, request_id: bytes) -> None:
-        self._send(self._data, encode(Op.CANCEL, new_token(), {"target": request_id}))
+    def to_cancel(self, request_id: bytes) -> bytes:
+        """Return the id by which the service knows a generation that is to be cancelled; an update lets it go on no more."""
+        record = self.streams.get(request_id)
+        if record is None:
+            return request_id
+        target = record.wire_id
+
+        def mark() -> None:
+            if request_id in self.streams:
+                self._cancelling.add(request_id)
+                if record.wire_id != target:
+                    self._send_cancel(record.wire_id)
+
+        self.post(mark)
+        return target
+
+    def _send_cancel(self, wire_id: bytes) -> None:
+        self._send(self._data, encode(Op.CANCEL, new_token(), {"target": wire_id}))
+
+    def _stream(self, wire_id: bytes) -> StreamRecord | None:
+        """Return the stream that goes under this id now; None for an id under which it went before."""
+        record = self._continued.get(wire_id) or self.streams.get(wire_id)
+        return record if record is not None and record.wire_id == wire_id else None
 
     def close(self) -> None:
         """End the session and the thread soon; idempotent."""
@@ -260,14 +285,19 @@ class IoThread:
         if self.streams.get(pending.request_id) is pending:
             del self.streams[pending.request_id]
             self._cancelling.discard(pending.request_id)
-        if isinstance(pending, StreamRecord) and pending.group_id is not None:
-            group = self._groups.get(pending.group_id, set())
-            group.discard(pending)
-            if not group:
-                self._groups.pop(pending.group_id, None)
+        if isinstance(pending, StreamRecord):
+            self._continued.pop(pending.wire_id, None)
+            self._leave_group(pending)
         pending.error = error
         pending.done = True
         self._tell(pending)
+
+    def _leave_group(self, record: StreamRecord) -> None:
+        if record.group_id is not None:
+            group = self._groups.get(record.group_id, set())
+            group.discard(record)
+            if not group:
+                self._groups.pop(record.group_id, None)
 
     def _tell(self, pending: Pending) -> None:
         for listener in tuple(pending.listeners):
@@ -412,23 +442,23 @@ class IoThread:
         queued = {id(frames) for frames in self._data.queue}
         # A copy in one go: callers add streams from their own threads meanwhile.
         records = list(self.streams.values())
-        begun = [record for record in records if record.length]
+        begun = [record for record in records if record.length > record.base]
         for record in records:
-            if not record.length and id(record.frames) not in queued:
+            if record.length == record.base and id(record.frames_now) not in queued:
                 # The members of a group share one message, which goes once.
-                queued.add(id(record.frames))
-                self._send_now(self._data, record.frames)
+                queued.add(id(record.frames_now))
+                self._send_now(self._data, record.frames_now)
         self._attach(begun)
         for request_id in self._cancelling & self.streams.keys():
-            self._send_cancel(request_id)
+            self._send_cancel(self.streams[request_id].wire_id)
 
     def _attach(self, records: Iterable[StreamRecord]) -> None:
         records = list(records)
         if not records:
             return
         arrays: dict[str, np.ndarray] = {
-            "request_ids": np.frombuffer(b"".join(record.request_id for record in records), np.uint8).reshape(-1, 16),
-            "offsets": np.array([record.length for record in records], np.int64),
+            "request_ids": np.frombuffer(b"".join(record.wire_id for record in records), np.uint8).reshape(-1, 16),
+            "offsets": np.array([record.length - record.base for record in records], np.int64),
         }
         self._send(self._data, encode(Op.ATTACH, new_token(), {}, arrays))
 
@@ -445,7 +475,7 @@ class IoThread:
             log.warning("the service says: %s", error)
         else:
             call = self._calls.get(request_id)
-            pending = call[0] if call is not None else self.streams.get(request_id)
+            pending = call[0] if call is not None else self._stream(request_id)
             for one in (pending,) if pending is not None else tuple(self._groups.get(request_id, ())):
                 self._end(one, error)
 
@@ -471,8 +501,9 @@ class IoThread:
     def _alive(self, packet: Packet) -> None:
         """Continue streams whose ending never came; acknowledge endings that nobody waits for."""
         ids = [row.tobytes() for row in packet.arrays.get("request_ids", ())]
-        self._attach(self.streams[one] for one in ids if one in self.streams)
-        unknown = [one for one in ids if one not in self.streams]
+        found = {one: self._stream(one) for one in ids}
+        self._attach(record for record in found.values() if record is not None)
+        unknown = [one for one, record in found.items() if record is None]
         if unknown:
             self._acknowledge(unknown)
 
@@ -506,26 +537,45 @@ class IoThread:
         start = 0
         for index, (offset, end) in enumerate(zip(arrays["offsets"].tolist(), ends.tolist())):
             request_id = raw_ids[16 * index : 16 * index + 16]
-            record = self.streams.get(request_id)
+            record = self._stream(request_id)
             ending = endings.get(index)
             if record is not None and record.prompt_score is None:
                 record.prompt_score = extras.scores.get(index)
             if record is None:
                 if ending is not None:
                     ended.append(request_id)
-            elif not record.append(offset, tokens.cut(start, end), extras.kept(start, end)):
+            elif not record.append(record.base + offset, tokens.cut(start, end), extras.kept(start, end)):
                 gaps.append(record)
             elif ending is None:
                 self._tell(record)
             elif not record.is_whole(ending):
                 gaps.append(record)
+            elif is_cut(record, ending) and record.request_id not in self._cancelling:
+                ended.append(request_id)
+                self._go_on(record, ending)
             else:
-                record.text, record.ending = extras.texts.get(index), ending
+                record.text, record.ending = extras.texts.get(index), joined_ending(record, ending)
                 ended.append(request_id)
                 self._end(record)
             start = end
         self._attach(gaps)
         self._acknowledge(ended)
+
+    def _go_on(self, record: StreamRecord, ending: Ending) -> None:
+        """Send the rest of a generation that an update cut, as a request of its own."""
+        wire_id = new_token()
+        frames = continued_frames(record, ending, wire_id)
+        too_large = self._too_large(frames)
+        if too_large is not None:
+            self._end(record, too_large)
+            return
+        self._leave_group(record)
+        self._continued.pop(record.wire_id, None)
+        record.go_on(ending, wire_id, frames)
+        record.since = time.monotonic()
+        self._continued[wire_id] = record
+        self._tell(record)
+        self._send(self._data, frames)
 
 
 def _wake_all(wakes: list[Callable[[], None]]) -> None:

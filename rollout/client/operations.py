@@ -12,13 +12,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rollout.client.parameters import Ids, checked_request_id, id_array
-from rollout.client.results import CanarySpec, CancelResult, EngineFacts, Score, ServiceInfo, UpdateReport, UpdateTicket
+from rollout.client.results import CanarySpec, CancelResult, EngineFacts, Evaluation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import InvalidRequest
 from rollout.wire.codec import Packet
 from rollout.wire.messages import (
     CancelResult as CancelResultBody,
 )
 from rollout.wire.messages import (
+    EvaluationTicket,
     InfoResult,
     Op,
     Scored,
@@ -92,10 +93,10 @@ def _cancelled(packet: Packet) -> CancelResult:
     return CancelResult(cancelled=body.cancelled, state=body.state)
 
 
-def cancel(request_id: bytes) -> Operation[CancelResult]:
-    """End a generation."""
-    target = checked_request_id(request_id, "pass the request_id of a stream, or the one that was given to generate")
-    return Operation(op=Op.CANCEL, read=_cancelled, fields={"target": target})
+def cancel(request_id: bytes, current: Callable[[bytes], bytes]) -> Operation[CancelResult]:
+    """End a generation; `current` tells under which id the service knows it."""
+    checked = checked_request_id(request_id, "pass the request_id of a stream, or the one that was given to generate")
+    return Operation(op=Op.CANCEL, read=_cancelled, fields={"target": current(checked)})
 
 
 def _score(packet: Packet) -> Score:
@@ -119,6 +120,22 @@ def pause() -> Operation[None]:
 def resume() -> Operation[None]:
     """Drop this client's pause; refused while only others hold one."""
     return Operation(op=Op.RESUME, read=_nothing, control=True)
+
+
+def _evaluation(packet: Packet) -> Evaluation:
+    body = packet.body
+    assert isinstance(body, EvaluationTicket)
+    return Evaluation(evaluation_id=body.evaluation_id, version=body.version)
+
+
+def evaluate_begin(deadline_s: float) -> Operation[Evaluation]:
+    """Keep commits away."""
+    return Operation(op=Op.EVALUATE_BEGIN, read=_evaluation, fields={"deadline_s": deadline_s}, control=True)
+
+
+def evaluate_end(evaluation: Evaluation) -> Operation[None]:
+    """Let commits go on."""
+    return Operation(op=Op.EVALUATE_END, read=_nothing, fields={"evaluation_id": evaluation.evaluation_id}, control=True)
 
 
 def shutdown() -> Operation[None]:
@@ -167,12 +184,16 @@ def _report(packet: Packet) -> UpdateReport:
     return UpdateReport(**body.model_dump())
 
 
-def weights_commit(update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[CanarySpec]) -> Operation[UpdateReport]:
+def weights_commit(
+    update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[CanarySpec], mode: str = "inflight", drain_s: float = 60.0
+) -> Operation[UpdateReport]:
     """Prove and publish an update."""
     fields = {
         "update_id": update_id,
         "digests": None if digests is None else {name: int(value) for name, value in digests.items()},
         "canary_temperatures": [float(canary.temperature) for canary in canaries],
+        "mode": mode,
+        "drain_s": drain_s,
     }
     arrays: dict[str, np.ndarray] = {}
     if canaries:

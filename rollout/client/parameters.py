@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from rollout.errors import InvalidRequest
+from rollout.seeds import derive_seed
 from rollout.wire.codec import Arrays
 from rollout.wire.messages import MAX_MEMBERS, Generate, Op
 from rollout.wire.security import SECRET_BYTES, new_token
@@ -23,14 +24,14 @@ from rollout.wire.security import SECRET_BYTES, new_token
 Ids = Sequence[int] | np.ndarray
 
 
-class SamplingOptions(TypedDict, total=False):
+class EvaluationOptions(TypedDict, total=False):
     """What says how tokens are drawn and where they end; defaults are in brackets.
 
     `max_new_tokens` [128], `min_new_tokens` [0], `temperature` [1.0; 0 = greedy], `top_k` [0 = off], `top_p` [1.0], `min_p`
     [0.0], `repetition_penalty` [1.0], `presence_penalty` [0.0], `frequency_penalty` [0.0], `logit_bias` [{}; id -> number],
     `seed` [drawn], `stop_ids` [()], `stop` [()]: strings that end the output, matched in its text; `ignore_eos` [False],
     `forced_ids` [None], `logprobs` [True], `return_kept_ids` [False], `prompt_logprobs_from` [None], `prior_output_tokens` [0],
-    `lineage` [None], `cache_salt` [None], `kv_policy` ["keep"], `max_kv_lag` [4], `min_version` [None], `deadline_s` [None].
+    `lineage` [None], `cache_salt` [None], `kv_policy` ["keep"], `max_kv_lag` [4], `min_version` [None].
     """
 
     max_new_tokens: int
@@ -57,6 +58,11 @@ class SamplingOptions(TypedDict, total=False):
     kv_policy: str
     max_kv_lag: int
     min_version: int | None
+
+
+class SamplingOptions(EvaluationOptions, total=False):
+    """`EvaluationOptions`, and `deadline_s` [None]: seconds from receipt to the end of a request."""
+
     deadline_s: float | None
 
 
@@ -75,8 +81,10 @@ class GroupOptions(SamplingOptions, total=False):
     request_ids: Sequence[bytes] | None
 
 
+EVALUATION_DEADLINE_S = 600.0
 OPTIONS = tuple(GenerationOptions.__annotations__)
 GROUP_OPTIONS = tuple(GroupOptions.__annotations__)
+EVALUATION_OPTIONS = tuple(EvaluationOptions.__annotations__)
 # What a message leaves out or carries as arrays; every other default is the message's own.
 UNSENT_DEFAULTS: Mapping[str, object] = {
     "stop": (),
@@ -293,6 +301,14 @@ def prepare(prompt_ids: Ids, options: Mapping[str, object]) -> Prepared:
     given = fields.pop("request_id", None)
     request_id = new_token() if given is None else checked_request_id(given)
     return _prepared(Op.GENERATE, request_id, [request_id], fields, arrays)
+
+
+def prepare_evaluation(prompts: Sequence[Ids], deadline_s: float, options: Mapping[str, object]) -> list[Prepared]:
+    """Return the messages of an evaluation, one for each prompt. Raises: InvalidRequest; an unknown option lists the known ones."""
+    _checked_seed(options.get("seed"))
+    seed = options.get("seed")
+    seeds = [{} if seed is None else {"seed": derive_seed(int(seed), index)} for index in range(len(prompts))]  # type: ignore[call-overload]
+    return [prepare(prompt, {**options, "deadline_s": deadline_s, **drawn}) for prompt, drawn in zip(prompts, seeds)]
 
 
 def prepare_group(prompt_ids: Ids, n: int, options: Mapping[str, object]) -> Prepared:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.client.parameters import Wants
+from rollout.client.parameters import Prepared, Wants
 from rollout.client.results import Delta, FinishReason, Generation, PromptScore
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
@@ -133,9 +133,31 @@ def _wider(array: np.ndarray, used: int, size: int) -> np.ndarray:
 
 
 class StreamRecord(Pending):
-    """A generation under way; see the module. `group_id` names the message that began it together with others."""
+    """A generation under way; see the module. `group_id` names the message that began it together with others.
 
-    __slots__ = ("_columns", "_kept", "ending", "group_id", "length", "prompt_ids", "prompt_score", "text", "wants")
+    An update may cut it and let it go on as another request: `wire_id` is the one that the service knows now, `frames_now` its
+    message, `base` the tokens that came before it, `cuts` the numbers of ids at which it was cut. `prepared` is what the caller
+    asked for, None where nothing can go on.
+    """
+
+    __slots__ = (
+        "_columns",
+        "_kept",
+        "base",
+        "begun",
+        "cached_tokens",
+        "cuts",
+        "ending",
+        "frames_now",
+        "group_id",
+        "length",
+        "prepared",
+        "prompt_ids",
+        "prompt_score",
+        "text",
+        "wants",
+        "wire_id",
+    )
 
     def __init__(
         self,
@@ -146,8 +168,12 @@ class StreamRecord(Pending):
         prompt_ids: np.ndarray,
         wants: Wants,
         group_id: bytes | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         super().__init__(request_id, frames, since)
+        self.prepared, self.wire_id, self.frames_now, self.begun = prepared, request_id, frames, since
+        self.base = self.cached_tokens = 0
+        self.cuts: list[int] = []
         self.prompt_ids, self.wants, self.group_id = prompt_ids, wants, group_id
         self.length = 0
         self.ending: Ending | None = None
@@ -179,7 +205,14 @@ class StreamRecord(Pending):
 
     def is_whole(self, ending: Ending) -> bool:
         """Tell whether everything that an ending speaks of is here."""
-        return self.length == ending.output_tokens and (self.prompt_score is not None or not ending.prompt_scored)
+        return self.length == self.base + ending.output_tokens and (self.prompt_score is not None or not ending.prompt_scored)
+
+    def go_on(self, ending: Ending, wire_id: bytes, frames: list[Frame]) -> None:
+        """Let another request bring the rest. Mutates: the record; what came stays."""
+        if not self.cuts:
+            self.cached_tokens = ending.cached_tokens
+        self.cuts.append(int(self.prompt_ids.size) + self.length)
+        self.base, self.wire_id, self.frames_now = self.length, wire_id, frames
 
     def tokens(self, start: int, stop: int) -> Columns:
         """Return read-only tokens; `stop` must come from `length`."""

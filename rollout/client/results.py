@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.errors import VersionChanged
+
 SHOWN_IDS = 8
 
 
@@ -157,6 +159,28 @@ class UpdateTicket:
 
     update_id: str
     version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """An evaluation under way and the version that serves until it ends."""
+
+    evaluation_id: str
+    version: int
+
+    def checked(self, generations: list[Generation], deadline_s: float) -> list[Generation]:
+        """Return the generations of an evaluation that saw its one version alone. Raises: VersionChanged."""
+        for generation in generations:
+            seen = {*generation.versions.tolist(), *(version for _, version in generation.kv_spans)}
+            if seen - {self.version}:
+                raise VersionChanged(
+                    f"the evaluation began under version {self.version} and saw {sorted(seen)}",
+                    field="deadline_s",
+                    value=deadline_s,
+                    limit=f"commits waited for {deadline_s:g} s, then went on",
+                    remedy="pass a larger deadline_s, or evaluate fewer prompts at once (and without a lineage)",
+                )
+        return generations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,10 @@ class Calls:
         if call is not None:
             self._fail(call, error)
 
+    def reply(self, session: Session, request_id: bytes, op: Op, fields: Mapping[str, object]) -> None:
+        """Answer a control call that never went to the host."""
+        self._reply(session, Channel.CONTROL, op, request_id, fields)
+
     def fail_all(self, error: RolloutError) -> None:
         """Answer every open call with an error."""
         calls, self._open = self._open, {}

@@ -26,11 +26,14 @@ from rollout.errors import (
 )
 from rollout.service.admission import Admission
 from rollout.service.calls import Calls
+from rollout.service.commit_gate import CommitGate, WaitingCommit
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session
 from rollout.wire.codec import Packet
 from rollout.wire.messages import (
     ErrorBody,
+    EvaluateBegin,
+    EvaluateEnd,
     Message,
     Op,
     WeightsBegin,
@@ -58,9 +61,15 @@ class ControlDesk:
     """Owns pause holders, the open update and the digests of the published version; see the module."""
 
     def __init__(
-        self, link: HostLink, calls: Calls, admission: Admission, next_version: Callable[[], int], on_published: Callable[[int], None]
+        self,
+        link: HostLink,
+        calls: Calls,
+        admission: Admission,
+        gate: CommitGate,
+        next_version: Callable[[], int],
+        on_published: Callable[[int], None],
     ) -> None:
-        self._link, self._calls, self._admission = link, calls, admission
+        self._link, self._calls, self._admission, self._gate = link, calls, admission, gate
         self._next_version, self._on_published = next_version, on_published
         self._holders: dict[int, tuple[str, float]] = {}
         # A session that had a pause may resume twice, as a call that is sent again does.
@@ -83,6 +92,9 @@ class ControlDesk:
     def host_died(self) -> None:
         """Forget the update that died with the host."""
         self._update = None
+        waiting = self._gate.withdraw()
+        if waiting is not None:
+            waiting.refuse(HostFailed("the engine host died while the commit waited", remedy="push again once info().health allows it"))
         if self.committed:
             self.needs_weights = self._admission.version
 
@@ -122,9 +134,39 @@ class ControlDesk:
         self._drop_pause(session)
         self._have_paused.discard(session.number)
         update = self._update
-        if update is not None and update.holder is session and not update.committing:
+        mine = update is not None and update.holder is session
+        if update is not None and mine and (not update.committing or self._gate.withdraw() is not None):
             self._link.send(Op.WEIGHTS_ABORT, {"update_id": update.update_id})
             self._update = None
+        self._gate.end_session(session, time.monotonic())
+
+    def advance(self, now: float) -> float | None:
+        """Do what commits and evaluations have due; return when to look again."""
+        return self._gate.advance(now)
+
+    def waits_for(self, session: Session, request_id: bytes) -> bool:
+        """Tell whether this call of a session waits to be begun."""
+        return self._gate.waits_for(session, request_id)
+
+    def begin_evaluation(self, session: Session, packet: Packet) -> None:
+        """Keep commits away for a session. Raises: what keeps requests out."""
+        body = packet.body
+        assert isinstance(body, EvaluateBegin)
+        refusal = self._admission.refusal()
+        if refusal is not None:
+            raise refusal
+
+        def started(evaluation_id: str, version: int) -> None:
+            self._calls.reply(session, packet.request_id, Op.EVALUATION, {"evaluation_id": evaluation_id, "version": version})
+
+        self._gate.begin_evaluation(session, packet.request_id, body.deadline_s, time.monotonic(), started)
+
+    def end_evaluation(self, session: Session, packet: Packet) -> None:
+        """Let commits go on. Raises: NoEvaluation."""
+        body = packet.body
+        assert isinstance(body, EvaluateEnd)
+        self._gate.end_evaluation(session, body.evaluation_id, time.monotonic())
+        self._calls.reply(session, packet.request_id, Op.DONE, {})
 
     def begin(self, session: Session, packet: Packet) -> None:
         """Open an update under a fresh version. Raises: UpdateBusy, HostFailed, WeightUpdateError."""
@@ -209,11 +251,31 @@ class ControlDesk:
         self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_STAGE_FILE, body.model_dump())
 
     def commit(self, session: Session, packet: Packet) -> None:
-        """Let the host prove and publish. Raises: NoUpdate."""
+        """Let the host prove and publish, once the requests are as the mode asks. Raises: NoUpdate, WeightUpdateError."""
         body = packet.body
         assert isinstance(body, WeightsCommit)
         update = self._mine(session, body.update_id)
+        if update.committing:
+            raise WeightUpdateError(
+                f"update {body.update_id} is being committed", field="update_id", remedy="wait for that commit's answer"
+            )
         update.committing = True
+
+        def refuse(error: RolloutError) -> None:
+            update.committing = False
+            self._calls.reply(session, packet.request_id, Op.ERROR, error_fields(error))
+
+        waiting = WaitingCommit(
+            session=session,
+            request_id=packet.request_id,
+            mode=body.mode,
+            drain_s=body.drain_s,
+            go=lambda: self._commit_now(update, packet, body),
+            refuse=refuse,
+        )
+        self._gate.ask(waiting, time.monotonic())
+
+    def _commit_now(self, update: OpenUpdate, packet: Packet, body: WeightsCommit) -> None:
         fields = body.model_dump()
         if update.restore:
             fields["digests"] = self._digests
@@ -225,10 +287,12 @@ class ControlDesk:
             self.committed = True
             self.needs_weights = None
             self._on_published(result.version)
+            self._gate.finish(time.monotonic())
             return None
 
         def refused(error: ErrorBody) -> Mapping[str, object] | None:
             self._close(update)
+            self._gate.finish(time.monotonic())
             if update.restore and error.code == "digest_mismatch":
                 return error_fields(
                     WeightsChanged(
@@ -240,7 +304,14 @@ class ControlDesk:
             return None
 
         self._calls.pass_on(
-            session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_COMMIT, fields, packet.arrays, on_result=published, on_error=refused
+            update.holder,
+            Channel.CONTROL,
+            packet.request_id,
+            Op.WEIGHTS_COMMIT,
+            fields,
+            packet.arrays,
+            on_result=published,
+            on_error=refused,
         )
 
     def _digests_after(self, update: OpenUpdate, brought: dict[str, int] | None) -> dict[str, int] | None:
@@ -257,7 +328,12 @@ class ControlDesk:
         if update is None or update.update_id != body.update_id or update.holder is not session:
             return False
         if update.committing:
-            raise WeightUpdateError(f"update {body.update_id} is being committed", field="update_id", remedy="wait for the commit's answer")
+            waiting = self._gate.withdraw()
+            if waiting is None:
+                raise WeightUpdateError(
+                    f"update {body.update_id} is being committed", field="update_id", remedy="wait for the commit's answer"
+                )
+            waiting.refuse(NoUpdate("the update was aborted while its commit waited", field="update_id", value=body.update_id))
         self._update = None
         self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_ABORT, {"update_id": body.update_id})
         return True

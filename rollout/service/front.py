@@ -42,6 +42,7 @@ from rollout.service.admission import Admission
 from rollout.service.answers import Answers
 from rollout.service.bound_sockets import BoundSockets
 from rollout.service.calls import Calls
+from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
 from rollout.service.ledger import Ledger
@@ -105,7 +106,8 @@ class Front:
             StopText(files),
             seed=config.seed,
         )
-        self._control = ControlDesk(self._link, self._calls, self._admission, self._sockets.state.next_version, self._published)
+        gate = CommitGate(self._admission, self._requests)
+        self._control = ControlDesk(self._link, self._calls, self._admission, gate, self._sockets.state.next_version, self._published)
         self._admission.version = self._sockets.state.next_version()
         self._supervisor = Supervisor(
             self._link,
@@ -153,6 +155,8 @@ class Front:
                 Op.WEIGHTS_COMMIT: self._control.commit,
                 Op.WEIGHTS_ABORT: self._abort,
                 Op.SHUTDOWN: self._shutdown,
+                Op.EVALUATE_BEGIN: self._control.begin_evaluation,
+                Op.EVALUATE_END: self._control.end_evaluation,
             },
         }
 
@@ -214,7 +218,7 @@ class Front:
             self._metrics.lapsed_leases += 1
             log.info("lease of %s ended", session.label)
             self._end_session(session, "the client's lease ended")
-        times = [self._requests.expire(now), self._sessions.next_expiry(), self._streams.flush(now)]
+        times = [self._requests.expire(now), self._sessions.next_expiry(), self._control.advance(now), self._streams.flush(now)]
         self._link.send_queued()
         if self._outbound.send_waiting():
             times.append(now + RETRY_S)
@@ -290,7 +294,7 @@ class Front:
             if packet.op in GENERATIONS:
                 generation = False
                 self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
-            elif channel is Channel.DATA or not self._calls.is_open(session, request_id):
+            elif channel is Channel.DATA or not (self._calls.is_open(session, request_id) or self._control.waits_for(session, request_id)):
                 self._handlers[channel][packet.op](session, packet)
         except RolloutError as error:
             if generation:
@@ -380,6 +384,7 @@ class Front:
             "version": self._admission.version,
             "paused": self._admission.paused,
             "paused_by": ", ".join(self._control.paused_by),
+            "held_for_update": self._admission.held,
             "open_calls": len(self._calls),
         }
 

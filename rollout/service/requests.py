@@ -79,6 +79,17 @@ class RequestDesk:
         """Live requests with stop strings."""
         return len(self._stops)
 
+    @property
+    def num_in_engine(self) -> int:
+        """Requests that the engine has, its verdict outstanding or not."""
+        return sum(record.submitted and record.state is not RecordState.ENDED for record in self._ledger.records())
+
+    def abort_in_engine(self, detail: str) -> None:
+        """Cancel every request that the engine has; each keeps what was sampled and ends in its turn."""
+        for record in self._ledger.records():
+            if record.submitted and record.state is not RecordState.ENDED:
+                self._kill(record, "cancelled", detail)
+
     def _refuse(self, session: Session, request_id: bytes, error: RolloutError, count: int = 1) -> None:
         for _ in range(count):
             self._ledger.refuse_at_door()

@@ -54,6 +54,9 @@ class Op(enum.IntEnum):
     WEIGHTS_REPORT = 54
     WEIGHTS_ABORT = 55
     SHUTDOWN = 56
+    EVALUATE_BEGIN = 60
+    EVALUATION = 61
+    EVALUATE_END = 62
 
     HOST_READY = 80
     HOST_FAILED = 81
@@ -79,6 +82,8 @@ MAX_MEMBERS = 4096
 # More biases than any engine takes: the engine names its own limit, this one only bounds the work of getting there.
 MAX_BIAS_ENTRIES = 4096
 MAX_KEPT = 64
+# Detail of the ending that mode abort_requests gives: the client goes on with what it has as a new request.
+CANCELLED_BY_UPDATE = "update"
 
 
 class Message(BaseModel):
@@ -327,11 +332,36 @@ class WeightsStageFile(Message):
 
 
 class WeightsCommit(Message):
-    """Publish an update; canary sequences are packed in arrays, one temperature for each."""
+    """Publish an update; canary sequences are packed in arrays, one temperature for each.
+
+    `mode` says what happens to running requests: they go on (inflight), end by themselves within `drain_s` seconds (drain), or
+    are cancelled (abort_requests). The front sees to it; the engine only commits.
+    """
 
     update_id: Name
     digests: Annotated[dict[str, Unsigned64], Field(max_length=MAX_LIST)] | None = None
     canary_temperatures: Annotated[list[float], Field(max_length=64)] = []
+    mode: Literal["inflight", "drain", "abort_requests"] = "inflight"
+    drain_s: Annotated[float, Field(ge=0, le=1e6)] = 60.0
+
+
+class EvaluateBegin(Message):
+    """Keep commits away until the evaluation ends, for `deadline_s` seconds at most."""
+
+    deadline_s: Annotated[float, Field(gt=0, le=1e6)]
+
+
+class EvaluationTicket(Message):
+    """The open evaluation and the version that serves until its end."""
+
+    evaluation_id: Name
+    version: Int64
+
+
+class EvaluateEnd(Message):
+    """Names an evaluation that is over."""
+
+    evaluation_id: Name
 
 
 class WeightsReport(Message):
@@ -466,6 +496,9 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.WEIGHTS_REPORT: WeightsReport,
     Op.WEIGHTS_ABORT: WeightsUpdateRef,
     Op.SHUTDOWN: Nothing,
+    Op.EVALUATE_BEGIN: EvaluateBegin,
+    Op.EVALUATION: EvaluationTicket,
+    Op.EVALUATE_END: EvaluateEnd,
     Op.HOST_READY: HostReady,
     Op.HOST_FAILED: HostFailed,
     Op.SUBMIT: Submit,
@@ -569,7 +602,18 @@ DATA_REQUESTS = frozenset(
     }
 )
 CONTROL_REQUESTS = frozenset(
-    {Op.HELLO, Op.PAUSE, Op.RESUME, Op.WEIGHTS_BEGIN, Op.WEIGHTS_STAGE_FILE, Op.WEIGHTS_COMMIT, Op.WEIGHTS_ABORT, Op.SHUTDOWN}
+    {
+        Op.HELLO,
+        Op.PAUSE,
+        Op.RESUME,
+        Op.WEIGHTS_BEGIN,
+        Op.WEIGHTS_STAGE_FILE,
+        Op.WEIGHTS_COMMIT,
+        Op.WEIGHTS_ABORT,
+        Op.SHUTDOWN,
+        Op.EVALUATE_BEGIN,
+        Op.EVALUATE_END,
+    }
 )
 CLIENT_REPLIES = frozenset(
     {
@@ -585,6 +629,7 @@ CLIENT_REPLIES = frozenset(
         Op.TOKENIZER_FILES_RESULT,
         Op.WEIGHTS_TICKET,
         Op.WEIGHTS_REPORT,
+        Op.EVALUATION,
     }
 )
 HOST_REQUESTS = frozenset(

@@ -44,7 +44,9 @@ class EngineWeights:
         if staged.error is not None:
             raise staged.error
 
-    def weights_commit(self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = ()) -> Any:
+    def weights_commit(
+        self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = (), mode: str = "", drain_s: float = 0.0
+    ) -> Any:
         packed = [
             np.concatenate([np.asarray(getattr(canary, name)) for canary in canaries] or [np.empty(0)])
             for name in ("ids", "expected_logprobs")

@@ -34,6 +34,7 @@ from trainer_bridge.weights.proof import (
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 MAX_UNCHANGED = 3
+MODES = ("inflight", "drain", "abort_requests")
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
@@ -46,7 +47,9 @@ class WeightClient(Protocol):
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None: ...
 
-    def weights_commit(self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = ()) -> Any: ...
+    def weights_commit(
+        self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = (), mode: str, drain_s: float
+    ) -> Any: ...
 
     def weights_abort(self, update_id: str) -> None: ...
 
@@ -146,17 +149,26 @@ class WeightPush:
         return self._version
 
     def push(
-        self, named_parameters: NamedParameters | None = None, *, canary: CanaryFunction | None = None, trainer_step: int | None = None
+        self,
+        named_parameters: NamedParameters | None = None,
+        *,
+        canary: CanaryFunction | None = None,
+        trainer_step: int | None = None,
+        mode: str = "inflight",
+        drain_s: float = 60.0,
     ) -> PushReport:
         """Send the weights, prove them, publish them as a new version.
 
         `named_parameters` defaults to the model's own; an iterator is read once, bucket by bucket. `canary(ids)` returns the
         trainer's log-probabilities of `ids[1:]`; it defaults to the model's forward, and without model or function only the
-        digests are checked.
+        digests are checked. `mode` says what becomes of running requests: they go on and only the commit pauses them
+        ("inflight"), they end by themselves within `drain_s` seconds while new ones queue ("drain"), or they are cut and go on by
+        themselves as new requests under the new weights ("abort_requests"). An episode notices none of these.
         Blocks: until the version is published. Raises: PushError and its kind, and the service's errors; the update is then
         aborted and the previous weights serve on.
         """
         started = time.monotonic()
+        _check_mode(mode)
         parameters, manifest = self._named(named_parameters)
         regained = self._compare_with_service()
         step = self._num_pushes if trainer_step is None else trainer_step
@@ -168,7 +180,7 @@ class WeightPush:
             prepare_from = time.monotonic()
             canaries = self._canaries(named_parameters, canary)
             sent.prepare_s += time.monotonic() - prepare_from
-            outcome = self._client.weights_commit(ticket.update_id, digests=sent.digests, canaries=canaries)
+            outcome = self._client.weights_commit(ticket.update_id, digests=sent.digests, canaries=canaries, mode=mode, drain_s=drain_s)
         except BaseException as error:
             self._abort(ticket.update_id, error)
             raise
@@ -311,6 +323,11 @@ class WeightPush:
             decode_canary_gap=outcome.decode_canary_gap,
             warning=warning,
         )
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise InvalidOption(f"mode={mode!r}", field="mode", value=mode, limit=f"known: {', '.join(MODES)}", remedy="leave mode out")
 
 
 def _serving_dtype(info: Any) -> torch.dtype:

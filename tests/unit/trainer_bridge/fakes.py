@@ -85,6 +85,7 @@ class FakeWeightService:
     calls: list[str] = field(default_factory=list)
     manifests: list[Any] = field(default_factory=list)
     canaries: list[Any] = field(default_factory=list)
+    commit_mode: tuple[str, float] | None = None
     staged: dict[str, torch.Tensor] | None = None
     needs_weights: int | None = None
 
@@ -120,12 +121,14 @@ class FakeWeightService:
         assert self.staged is not None
         self.staged.update(load_file(path))
 
-    def weights_commit(self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = ()) -> Any:
+    def weights_commit(
+        self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = (), mode: str = "", drain_s: float = 0.0
+    ) -> Any:
         self._reach("commit")
         assert self.staged is not None
         assert digests == {name: digest(tensor) for name, tensor in self.staged.items()}
         old, self.tensors, self.staged = self.tensors, self.staged, None
-        self.canaries = list(canaries)
+        self.canaries, self.commit_mode = list(canaries), (mode, drain_s)
         self.version += 1
         self.needs_weights = None
         changed = [name for name, tensor in self.tensors.items() if name not in old or not torch.equal(old[name], tensor)]

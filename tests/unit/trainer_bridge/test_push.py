@@ -350,3 +350,17 @@ def test_the_hook_pushes_after_every_nth_optimizer_step(service: FakeWeightServi
     assert service.version == 2
     with pytest.raises(InvalidOption, match="every=0"):
         after_step_hook(optimizer, WeightPush(service, model), every=0)
+
+
+def test_a_push_says_what_becomes_of_running_requests_and_an_unknown_way_is_refused_before_a_byte_goes(service: FakeWeightService) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    push.push()
+    assert service.commit_mode == ("inflight", 60.0)
+    nudge(model)
+    push.push(mode="drain", drain_s=5.0)
+    assert service.commit_mode == ("drain", 5.0)
+    service.calls.clear()
+    with pytest.raises(InvalidOption, match="known: inflight, drain, abort_requests; leave mode out"):
+        push.push(mode="wait")
+    assert service.calls == []

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from rollout.errors import HostFailed, NeedsWeights, NoUpdate, PauseHeld, ServiceStopping, UpdateBusy, WeightUpdateError
+from rollout.errors import HostFailed, NeedsWeights, NoEvaluation, NoUpdate, PauseHeld, ServiceStopping, UpdateBusy, WeightUpdateError
 from rollout.service.admission import Admission
 from rollout.service.calls import Calls
+from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session, SessionBook
@@ -32,6 +33,21 @@ class ListLink:
         self.sent.append((op, fields, call_id))
 
 
+class RequestsPlayed:
+    """The requests in the engine, as the test says."""
+
+    def __init__(self) -> None:
+        self.num_in_engine = 0
+        self.aborted: list[str] = []
+        self.released = 0
+
+    def abort_in_engine(self, detail: str) -> None:
+        self.aborted.append(detail)
+
+    def submit_held(self) -> None:
+        self.released += 1
+
+
 class Desk:
     """A control desk with two clients and a host that the test plays."""
 
@@ -43,7 +59,9 @@ class Desk:
         self.admission.ready = True
         self.calls = Calls(cast(HostLink, self.link), self._reply)
         self._versions = iter(range(1, 100))
-        self.control = ControlDesk(cast(HostLink, self.link), self.calls, self.admission, lambda: next(self._versions), self._publish)
+        self.requests = RequestsPlayed()
+        gate = CommitGate(self.admission, self.requests)
+        self.control = ControlDesk(cast(HostLink, self.link), self.calls, self.admission, gate, lambda: next(self._versions), self._publish)
         book = SessionBook(30.0)
         self.first = book.open("first", Channel.DATA, b"\0aaaa", 0.0)
         self.second = book.open("second", Channel.DATA, b"\0bbbb", 0.0)
@@ -199,3 +217,99 @@ def test_why_nothing_is_taken_is_named_in_order() -> None:
     assert isinstance(refusal(3, failure, False), HostFailed)
     assert isinstance(refusal(3, None, False), NeedsWeights)
     assert refusal(None, None, False) is None
+
+
+def commits_sent(desk: Desk) -> int:
+    return sum(op is Op.WEIGHTS_COMMIT for op, _, _ in desk.link.sent)
+
+
+def test_a_drain_holds_new_requests_until_those_in_the_engine_have_ended_and_the_commit_is_over() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.requests.num_in_engine = 2
+    desk.commit(desk.first, update_id, mode="drain", drain_s=5.0)
+    assert desk.admission.held and not commits_sent(desk) and desk.requests.aborted == []
+    desk.requests.num_in_engine = 0
+    desk.control.advance(0.0)
+    assert commits_sent(desk) == 1 and desk.admission.held
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    assert not desk.admission.held and desk.requests.released == 1
+
+
+def test_a_drain_past_its_deadline_names_the_remedy_and_leaves_the_update_open() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.requests.num_in_engine = 3
+    desk.commit(desk.first, update_id, mode="drain", drain_s=0.0)
+    assert desk.replies[-1][1]["code"] == "drain_timeout"
+    assert "3 requests" in str(desk.replies[-1][1]["what"]) and "mode='inflight'" in str(desk.replies[-1][1]["remedy"])
+    assert not desk.admission.held
+    desk.commit(desk.first, update_id)
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    assert desk.published == [1]
+
+
+def test_abort_requests_cancels_what_the_engine_has_with_the_updates_name() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.requests.num_in_engine = 1
+    desk.commit(desk.first, update_id, mode="abort_requests")
+    assert desk.requests.aborted == ["update"] and not commits_sent(desk)
+    desk.control.advance(0.0)
+    assert desk.requests.aborted == ["update"], "once is enough"
+
+
+@pytest.mark.parametrize("end", ["abort", "session", "host"])
+def test_a_waiting_commit_ends_with_its_update_its_holder_or_the_host_and_what_was_held_goes_on(end: str) -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.requests.num_in_engine = 1
+    desk.commit(desk.first, update_id, mode="drain")
+    if end == "abort":
+        assert desk.control.abort(desk.first, packet(Op.WEIGHTS_ABORT, update_id=update_id))
+        assert desk.replies[-1][1]["code"] == "no_update"
+    elif end == "session":
+        desk.control.end_session(desk.first)
+        assert desk.link.sent[-1][:2] == (Op.WEIGHTS_ABORT, {"update_id": update_id})
+    else:
+        desk.control.host_died()
+        assert desk.replies[-1][1]["code"] == "host_failed"
+    desk.requests.num_in_engine = 0
+    desk.control.advance(0.0)
+    assert not desk.admission.held and not commits_sent(desk) and desk.control.update is None
+
+
+def test_a_commit_waits_for_evaluations_and_a_later_evaluation_waits_for_the_commit() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.control.begin_evaluation(desk.second, packet(Op.EVALUATE_BEGIN, deadline_s=50.0))
+    first = desk.replies[-1][1]
+    desk.commit(desk.first, update_id, mode="drain")
+    assert not commits_sent(desk) and not desk.admission.held, "an evaluation's requests must get through"
+    assert desk.control.waits_for(desk.first, bytes(range(16)))
+    desk.control.begin_evaluation(desk.second, packet(Op.EVALUATE_BEGIN, deadline_s=50.0))
+    assert len([op for op, _ in desk.replies if op is Op.EVALUATION]) == 1
+    desk.control.end_evaluation(desk.second, packet(Op.EVALUATE_END, evaluation_id=first["evaluation_id"]))
+    assert commits_sent(desk) == 1
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    versions = [fields["version"] for op, fields in desk.replies if op is Op.EVALUATION]
+    assert versions == [0, 1]
+
+
+def test_an_evaluation_holds_commits_back_no_longer_than_its_deadline_or_its_session() -> None:
+    desk = Desk()
+    with pytest.raises(NoEvaluation, match="end your own"):
+        desk.control.begin_evaluation(desk.second, packet(Op.EVALUATE_BEGIN, deadline_s=9.0))
+        desk.control.end_evaluation(desk.first, packet(Op.EVALUATE_END, evaluation_id=desk.replies[-1][1]["evaluation_id"]))
+    desk.commit(desk.first, desk.begin(desk.first))
+    assert not commits_sent(desk)
+    desk.control.end_session(desk.second)
+    assert commits_sent(desk) == 1
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    desk.control.begin_evaluation(desk.second, packet(Op.EVALUATE_BEGIN, deadline_s=0.5))
+    desk.commit(desk.first, desk.begin(desk.first))
+    assert commits_sent(desk) == 1
+    soon = desk.control.advance(0.0)
+    assert soon is not None
+    desk.control.advance(soon)
+    assert commits_sent(desk) == 2
