@@ -362,6 +362,7 @@ class Engine:
                     "preemptions",
                     "grown_pages",
                     "prefills_restarted",
+                    "recomputed",
                 )
             },
             **scheduler.counters,

@@ -75,6 +75,11 @@ class LiveRequest:
         return self.prompt_tokens - self.request.prior_output_tokens
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether its KV may be of older weights than the live ones."""
+        return self.request.kv_policy == "keep"
+
+    @property
     def variant(self) -> Variant:
         """Which sampler parts this request needs."""
         sampling = self.request.sampling

@@ -284,7 +284,7 @@ class SamplingParams:
         put("logit_bias", _biases(self.logit_bias))
 
 
-KV_POLICIES = ("keep",)
+KV_POLICIES = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +292,8 @@ class Request:
     """One generation. `request_id` is the caller's own number, unique among live requests.
 
     `lineage` is an opaque name under which later requests may reuse this one's pages across weight versions
-    (absent: no reuse across versions); `cache_salt` separates prefix pages of different tenants. Requests with one `group`
+    (absent: no reuse across versions), at most `max_kv_lag` versions old; `kv_policy` says whether a request that runs across a
+    commit keeps its pages ("keep") or rebuilds them ("recompute", which reuses no older ones either); `cache_salt` separates prefix pages of different tenants. Requests with one `group`
     and one prompt share its prefill. The last `prior_output_tokens` prompt ids are the request's own earlier output: budget,
     minimum length, penalties and forced ids count from before them.
     Raises: InvalidRequest.
@@ -325,7 +326,7 @@ class Request:
                 field="kv_policy",
                 value=self.kv_policy,
                 limit=f"known: {', '.join(KV_POLICIES)}",
-                remedy="use kv_policy='keep'",
+                remedy="use kv_policy='keep' (running requests go on with their pages) or 'recompute' (they rebuild them after a commit)",
             )
         if self.group is not None:
             object.__setattr__(self, "group", _integer("group", self.group, 0, 2**63 - 1))

@@ -192,12 +192,20 @@ class Scheduler:
         return scored
 
     def commit_version(self, version: int) -> None:
-        """Start a new weight epoch: prompts in prefill start again, shared prefixes are gone, running rows go on."""
+        """Start a new weight epoch: prompts in prefill start again, shared prefixes are gone.
+
+        Running rows go on, but for those whose policy is to recompute: they wait at the front, in the order of their arrival,
+        and rebuild their KV as any prompt does. Nothing that was emitted is emitted again.
+        """
         self._version = version
         self._residency.start_epoch(version)
         self._stuck = None
         while self._prefilling:
             self._restart(self._prefilling[-1])
+        rebuilding = [live for live in self._live.values() if live.phase is Phase.RUNNING and not live.keeps_kv]
+        for live in reversed(rebuilding):
+            self.counters["recomputed"] += 1
+            self._kill(live)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -77,8 +77,12 @@ def make_engine(folder: object, **options: Any) -> Engine:
 
 
 def request(request_id: int, prompt: Sequence[int] | np.ndarray, **sampling: Any) -> Request:
-    """Return a request; sampling fields and lineage, cache_salt, max_kv_lag by name."""
-    own = {name: sampling.pop(name) for name in ("lineage", "cache_salt", "max_kv_lag", "group", "prior_output_tokens") if name in sampling}
+    """Return a request; sampling fields and lineage, cache_salt, kv_policy, max_kv_lag by name."""
+    own = {
+        name: sampling.pop(name)
+        for name in ("lineage", "cache_salt", "kv_policy", "max_kv_lag", "group", "prior_output_tokens")
+        if name in sampling
+    }
     return Request(request_id=request_id, prompt_ids=prompt, sampling=SamplingParams(**sampling), **own)
 
 

@@ -88,7 +88,7 @@ class Residency:
         return self.prefix.match(
             live.ids,
             salt=request.cache_salt,
-            lineage=request.lineage,
+            lineage=request.lineage if live.keeps_kv else None,
             oldest_version=self._version - request.max_kv_lag,
             at_most=live.ids.size - 1 if start is None else start - 1,
         )
@@ -147,7 +147,7 @@ class Residency:
         tail = current % page_size if current == kv_versions.size else 0
         salt = live.request.cache_salt
         self.prefix.publish(ids, live.pages[:full], salt=salt, tail_page=live.pages[full] if tail else None, tail_tokens=tail)
-        if live.request.lineage is not None and kv_versions.size:
+        if live.request.lineage is not None and live.keeps_kv and kv_versions.size:
             pages = live.pages[: self.pages_for(kv_versions.size)]
             self.prefix.remember(live.request.lineage, salt=salt, ids=ids, pages=pages, versions=kv_versions)
 

@@ -264,6 +264,81 @@ def test_cancels_and_updates_at_random_moments_keep_every_promise(
             assert output.end.reason.kind is FinishKind.CANCELLED
 
 
+def _tagged_gap(models: dict[int, Any], prompt: np.ndarray, output: Output) -> float:
+    """Distance of each token from one whole forward with the weights of its tag."""
+    ids, versions = np.concatenate([prompt, output.ids]), np.array(output.versions)
+    gap = 0.0
+    for version in np.unique(versions):
+        expected = reference_logprobs(models[int(version)], ids)[prompt.size - 1 :]
+        gap = max(gap, float(np.abs(expected - np.array(output.logprobs))[versions == version].max()))
+    return gap
+
+
+@PATHS
+@pytest.mark.parametrize("run_ahead", [0, 3])
+def test_with_recompute_each_token_is_that_of_a_whole_forward_with_its_tags_weights(
+    folders: list[Path], models: dict[int, Any], tensors: list[Tensors], path: str, run_ahead: int
+) -> None:
+    rng = np.random.default_rng(11)
+    engine = make_engine(folders[0], decode_tables=path, run_ahead=run_ahead, max_prefill_tokens=24, max_rows=6, num_pages=70)
+    prompts = {n: random_prompt(rng, 5, 60) for n in range(16)}
+    policies = {n: "keep" if n % 4 == 3 else "recompute" for n in prompts}
+    script: dict[int, list[Callable[[Engine], object]]] = {}
+    for n, prompt in prompts.items():
+        options = {"max_new_tokens": 24, "seed": n, "ignore_eos": True, "kv_policy": policies[n], "lineage": f"l{n % 5}"}
+        script.setdefault(3 * n, []).append(lambda e, n=n, p=prompt, o=options: e.submit(request(n, p, **o)))
+    for version, when in enumerate(sorted(rng.choice(np.arange(5, 50), size=3, replace=False).tolist()), start=1):
+        script.setdefault(when, []).append(lambda e, v=version: _push(e, tensors[v], v))
+    outputs = run(engine, script=script)
+    mixed = 0
+    for number, prompt in prompts.items():
+        output = outputs[number]
+        assert len(output.ids) == 24 and output.versions == sorted(output.versions)
+        if policies[number] == "keep":
+            assert _keep_gap(models, prompt, output) < 1e-4
+            continue
+        assert _tagged_gap(models, prompt, output) < 1e-4
+        if len(set(output.versions)) > 1:
+            mixed += 1
+            assert output.end.kv_spans == ((0, output.versions[-1]),) and output.end.kv_rebuilt_at
+            assert all(prompt.size < at <= prompt.size + 24 for at in output.end.kv_rebuilt_at)
+    stats = engine.stats()
+    assert mixed >= 3 and stats["recomputed"] >= 3
+    assert_idle(engine)
+
+
+def test_recompute_asks_for_no_more_tokens_at_once_than_a_prefill_may_have(folders: list[Path], tensors: list[Tensors]) -> None:
+    engine = make_engine(folders[0], max_prefill_tokens=16)
+    prompts = [random_prompt(np.random.default_rng(n), 50, 51) for n in range(3)]
+    recorder = Recorder()
+    for number, prompt in enumerate(prompts):
+        engine.submit(request(number, prompt, max_new_tokens=20, seed=number, ignore_eos=True, kv_policy="recompute"))
+    while engine.stats()["rows_used"] < 3 or min(len(recorder.outputs[n].ids) for n in range(3)) < 2:
+        recorder.add(engine.step())
+    _push(engine, tensors[1], 1)
+    last = engine.stats()["prefill_tokens"]
+    while engine.has_work:
+        recorder.add(engine.step())
+        now = engine.stats()["prefill_tokens"]
+        assert int(now) - int(last) <= 16
+        last = now
+    assert engine.stats()["recomputed"] == 3 and engine.stats()["preemptions"] == 0
+
+
+def test_a_recomputing_lineage_never_reuses_pages_of_older_weights(
+    folders: list[Path], models: dict[int, Any], tensors: list[Tensors]
+) -> None:
+    engine = make_engine(folders[0])
+    prompt = random_prompt(np.random.default_rng(12), 40, 41)
+    first = generate(engine, prompt, max_new_tokens=30, seed=1, ignore_eos=True, lineage="a", kv_policy="recompute")
+    second = np.concatenate([prompt, first.ids, [9, 8, 7]])
+    warm = generate(engine, second, max_new_tokens=3, seed=2, ignore_eos=True, lineage="a", kv_policy="recompute")
+    assert warm.end.cached_tokens > 0
+    _push(engine, tensors[1], 1)
+    own = generate(engine, second, max_new_tokens=12, seed=2, ignore_eos=True, lineage="a", kv_policy="recompute")
+    assert own.end.cached_tokens == 0 and own.end.kv_spans == ((0, 1),) and reference_gap(models[1], second, own) < 1e-4
+
+
 def test_a_canary_that_cannot_be_scored_is_refused_before_anything_is_swapped(folders: list[Path], tensors: list[Tensors]) -> None:
     engine = make_engine(folders[0], max_model_len=32)
     before = engine.digests()
