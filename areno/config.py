@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 DECODE_PATHS = ("resident", "rebuilt")
 RESULT_TRANSPORTS = ("auto", "mapped", "copy")
+STAGING_PLACES = ("auto", "device", "host")
 MAX_RUN_AHEAD = 3
 LANE_MULTIPLE = 4
 ZERO_PAGE = 0
@@ -42,7 +43,9 @@ class EngineConfig:
     `graphs` captures decode on a CUDA device; without it the same kernels are launched one by one. `decode_tables` picks the
     resident tables or the per-step rebuilt baseline. `result_transport` says how results leave a CUDA device: "mapped" (launches
     write host memory), "copy", or "auto", which maps where a probe at the start finds that it works. `seed` seeds the seeds of
-    requests that bring none. `canary_tolerance` and `canary_mean_tolerance` are nats; None follows from the dtype.
+    requests that bring none. `weight_staging` says where the weights of an update wait on a CUDA device: in its memory ("device"), in
+    pinned host memory ("host"), or "auto": on the device where live and staged weights fit. `canary_tolerance` and
+    `canary_mean_tolerance` are nats; None follows from the dtype.
     Raises: InvalidConfig.
     """
 
@@ -65,6 +68,7 @@ class EngineConfig:
     graphs: bool = True
     gpu_memory_fraction: float = 0.9
     result_transport: str = "auto"
+    weight_staging: str = "auto"
     seed: int | None = None
     initial_version: int = 0
     canary_tolerance: float | None = None
@@ -107,6 +111,13 @@ class EngineConfig:
             self.result_transport,
             f"known: {', '.join(RESULT_TRANSPORTS)}",
             "use result_transport='auto'",
+        )
+        _require(
+            self.weight_staging in STAGING_PLACES,
+            "weight_staging",
+            self.weight_staging,
+            f"known: {', '.join(STAGING_PLACES)}",
+            "use weight_staging='auto'",
         )
         _require(
             self.load_format in LOAD_FORMATS,

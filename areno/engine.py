@@ -25,7 +25,7 @@ import torch
 from areno.canary import CanaryGaps, CanaryProof
 from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
-from areno.errors import CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
+from areno.errors import Asleep, CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import read_model_config
 from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
@@ -33,8 +33,10 @@ from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.twin import twin_config
 from areno.weights.load import load_checkpoint
-from areno.weights.names import TensorSpec
+from areno.weights.names import HostCopy, TensorSpec
 from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
+
+SLEEP_LEVELS = ("kv", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,10 @@ class Engine:
         self._config, self._resolved = config, resolved
         self._company: WeakSet[Engine] | None = None
         self._update: WeightUpdate | None = None
+        self._buckets = resolved.buckets
+        # What is given back: None, "kv" or "weights"; and where the weights are meanwhile.
+        self._asleep: str | None = None
+        self._moved_out: HostCopy | None = None
         self._steps = 0
         self._step_s = 0.0
         self._updates = 0
@@ -192,8 +198,9 @@ class Engine:
     def step(self) -> StepOutput:
         """Plan, launch at most one prefill and one decode, and return what has become known.
 
-        Raises: EngineFailure.
+        Raises: EngineFailure, Asleep.
         """
+        self._check_awake("step")
         try:
             return self._step()
         except RuntimeError as error:
@@ -228,7 +235,8 @@ class Engine:
         return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
-        """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest."""
+        """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest, Asleep."""
+        self._check_awake("score")
         sampling = SamplingParams(temperature=temperature)
         array = check_ids("ids", ids, self.info.vocab_size)
         self._check_scorable("ids", array)
@@ -258,7 +266,8 @@ class Engine:
             )
 
     def begin_update(self, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool = False) -> None:
-        """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch."""
+        """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch, Asleep."""
+        self._check_awake("begin_update")
         if self._update is not None:
             raise UpdateBusy(
                 f"an update to version {self._update.version} is open",
@@ -338,6 +347,98 @@ class Engine:
         """Return the digest of every live tensor by its Hugging Face name."""
         return digests(self._table)
 
+    @property
+    def asleep(self) -> str | None:
+        """What is given back: "kv", "weights" (both), or None."""
+        return self._asleep
+
+    def sleep(self, level: str = "kv") -> StepOutput:
+        """Give the memory of the KV ("kv"), or of KV and weights ("weights"), back until `wake`; return what was still to be told.
+
+        Every request waits, keeps its tokens, counters and seed and goes on after `wake`; new ones may be submitted and any
+        cancelled. Repeated with a deeper level it gives back the rest, otherwise nothing. Blocks: for what is in flight and the
+        copy of the weights. Raises: InvalidRequest, UpdateBusy, EngineFailure.
+        """
+        if level not in SLEEP_LEVELS:
+            raise InvalidRequest(
+                f"level={level!r} is unknown", field="level", value=level, limit=f"known: {', '.join(SLEEP_LEVELS)}", remedy="use 'kv'"
+            )
+        if self._company is not None:
+            raise InvalidRequest(
+                "an engine with twins cannot sleep",
+                field="level",
+                value=level,
+                limit="they share its memory, and their captured steps know its addresses",
+                remedy="compare engines in another process",
+            )
+        if self._update is not None:
+            raise UpdateBusy(
+                f"an update to version {self._update.version} is open",
+                field="version",
+                value=self._update.version,
+                limit="an engine that sleeps can prove no weights",
+                remedy="commit or abort it first",
+            )
+        outputs: list[StepOutput] = []
+        with device_errors("while the engine went to sleep"), torch.inference_mode():
+            if self._asleep is None:
+                for command in self._scheduler.empty_device():
+                    self._executor.execute(command)
+                outputs = self._read(drain=True)
+                self._scheduler.clear_prefix_cache()
+                self._table.release_staging()
+                self._path.forget_captures()
+                self._forward.forget_captures()
+                self._store.release()
+                self._asleep = "kv"
+            if level == "weights" and self._asleep == "kv":
+                self._moved_out = self._table.move_out()
+                self._asleep = "weights"
+            if self._store.keys.is_cuda:
+                torch.cuda.empty_cache()
+        return _join(outputs, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
+
+    def wake(self) -> None:
+        """Take the memory back: a new epoch, in which no page of before is known. Does nothing to an engine that is awake.
+
+        Blocks: for the copy of the weights and, on a CUDA device, new captures. Raises: Asleep where memory is still taken, and
+        the engine sleeps on; EngineFailure.
+        """
+        if self._asleep is None:
+            return
+        no_memory = Asleep(
+            "the device has no memory to wake the engine",
+            field="level",
+            value=self._asleep,
+            limit=f"it takes {self._store.num_bytes + (self._table.num_bytes if self._moved_out is not None else 0):,} bytes",
+            remedy="free the memory that was lent out, then wake again",
+        )
+        with device_errors("while the engine woke", out_of_memory=no_memory), torch.inference_mode():
+            try:
+                if self._moved_out is not None:
+                    self._table.move_in(self._moved_out)
+                    self._moved_out, self._asleep = None, "kv"
+                self._store.restore()
+            except BaseException:
+                self._store.release()
+                raise
+            self._asleep = None
+            self._path.warm_up(self._buckets, Variant(noise=True, sums=True))
+
+    def _check_awake(self, what: str) -> None:
+        if self._asleep is not None:
+            raise Asleep(
+                f"{what} is refused",
+                field="level",
+                value=self._asleep,
+                limit="the engine sleeps: its KV" + (" and weights are" if self._asleep == "weights" else " is") + " not there",
+                remedy="wake it first",
+            )
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors by Hugging Face name, as views: to be read between steps, never written."""
+        return dict(self._table.views)
+
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their pages."""
         self._scheduler.clear_prefix_cache()
@@ -373,12 +474,16 @@ class Engine:
             "version": self.version,
             "updates": self._updates,
             "result_transport": self.info.result_transport,
+            "asleep": self._asleep or "",
         }
 
     def check_integrity(self) -> None:
         """Check every owner of state, and the tables against the plan where nothing is in flight. Raises: AssertionError."""
         self._scheduler.check_integrity()
-        self._table.check_integrity()
+        if self._moved_out is None:
+            self._table.check_integrity()
+        if self._asleep is not None:
+            return
         assert not self._store.keys[:, 0].any() and not self._store.values[:, 0].any(), "the zero page was written"
         if self._ring.num_pending:
             return

@@ -17,6 +17,7 @@ with the exact option; plus a stable ``code`` that the service sends over the wi
     │   ├── UpdateBusy                         update_busy
     │   ├── NoUpdate                           no_update
     │   └── WeightsUnchanged                   weights_unchanged
+    ├── Asleep (RuntimeError)                  asleep               KV or weights are not there now
     └── EngineFailure (RuntimeError)           engine_failure       the engine itself broke
 """
 
@@ -111,6 +112,12 @@ class WeightsUnchanged(WeightUpdateError):
     """Several pushes in a row changed nothing."""
 
     code = "weights_unchanged"
+
+
+class Asleep(ArenoError, RuntimeError):
+    """The engine sleeps: its memory is given back, and this call needs it."""
+
+    code = "asleep"
 
 
 class EngineFailure(ArenoError, RuntimeError):

@@ -81,6 +81,11 @@ class Forward:
         places = [place for place, count in enumerate(rows) for _ in range(count)]
         return PrefillResult(logits=logits, places=places, scores=self._score_chunks(chunks, packed.offsets, hidden))
 
+    def forget_captures(self) -> None:
+        """Drop what was captured over memory that has moved."""
+        if self._prompts is not None:
+            self._prompts.forget_captures()
+
     def _padded(self, count: int) -> int:
         return _padded(count) if self._device.type == "cpu" else count
 

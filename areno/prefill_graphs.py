@@ -85,6 +85,13 @@ class PrefillGraphs:
             self._seen.add(size)
         return packed, self._fused.prefilled[:size]
 
+    def forget_captures(self) -> None:
+        """Drop the graphs, whose launches name addresses."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _may_capture(self) -> bool:
         return self._graphs_on and torch.cuda.mem_get_info(self._device)[0] >= CAPTURE_BYTES
 

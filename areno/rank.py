@@ -64,12 +64,14 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
     free, total = torch.cuda.mem_get_info(device)
     item = 4 if config.dtype == "float32" else 2
     sketch = build_model(model, dtype=torch.bfloat16, device=torch.device("meta"), num_positions=1)
-    # Live weights, and the staged ones that an update brings beside them.
-    weights = 2 * item * sketch.table.num_parameters
+    live = item * sketch.table.num_parameters
     rows, tokens = config.max_rows or 256, config.max_prefill_tokens or 8192
     widest = 3 * model.intermediate_size + 2 * model.num_heads * model.head_dim + 6 * model.hidden_size
     buffers = 3 * 4 * rows * model.vocab_size + tokens * widest * item + _SLACK_BYTES
-    room = int(free - (1.0 - config.gpu_memory_fraction) * total) - weights - buffers
+    room = int(free - (1.0 - config.gpu_memory_fraction) * total) - live - buffers
+    staged = 0 if config.weight_staging == "host" or (config.weight_staging == "auto" and room <= live) else live
+    # Staged weights that do not fit beside the live ones wait in pinned host memory.
+    weights, room = live + staged, room - staged
     name = f"{torch.cuda.get_device_name(device)} ({device})"
     if room <= 0:
         raise InvalidConfig(
@@ -223,6 +225,7 @@ def _build_model(
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     pack = device.type == "cpu" and packs_weights(model_config)
     model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack)
+    model.table.stages_on = config.weight_staging
     store = KVStore(
         num_layers=model_config.num_layers,
         num_pages=resolved.store_pages,

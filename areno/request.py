@@ -293,9 +293,9 @@ class Request:
 
     `lineage` is an opaque name under which later requests may reuse this one's pages across weight versions
     (absent: no reuse across versions), at most `max_kv_lag` versions old; `kv_policy` says whether a request that runs across a
-    commit keeps its pages ("keep") or rebuilds them ("recompute", which reuses no older ones either); `cache_salt` separates prefix pages of different tenants. Requests with one `group`
-    and one prompt share its prefill. The last `prior_output_tokens` prompt ids are the request's own earlier output: budget,
-    minimum length, penalties and forced ids count from before them.
+    commit keeps its pages ("keep") or rebuilds them ("recompute", which reuses no older ones either); `cache_salt` separates
+    prefix pages of different tenants. Requests with one `group` and one prompt share its prefill. The last `prior_output_tokens`
+    prompt ids are the request's own earlier output: budget, minimum length, penalties and forced ids count from before them.
     Raises: InvalidRequest.
     """
 

@@ -207,6 +207,18 @@ class Scheduler:
             self.counters["recomputed"] += 1
             self._kill(live)
 
+    def empty_device(self) -> list[Command]:
+        """Take every request off the device; return the commands that end their rows.
+
+        They wait in the order of their arrival, keep what they have and rebuild their KV when they are admitted again. Rows close
+        once the launches made before have been read.
+        """
+        while self._prefilling:
+            self._restart(self._prefilling[-1])
+        for live in reversed([live for live in self._live.values() if live.phase is Phase.RUNNING]):
+            self._kill(live)
+        return [ApplyDelta(slot=slot) for slot in self._packer.take()]
+
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._residency.prefix.clear()

@@ -108,6 +108,13 @@ def serve(
             show_default=option_default("result_transport"),
         ),
     ] = None,
+    weight_staging: Annotated[
+        str | None,
+        typer.Option(
+            help="Where an update's weights wait on a CUDA device: device, host (pinned memory), or auto: on the device if they fit.",
+            show_default=option_default("weight_staging"),
+        ),
+    ] = None,
     graphs: Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps on CUDA.", show_default="on")] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))
@@ -119,6 +126,10 @@ def serve(
     ] = None,
     weights_dir: Annotated[
         str | None, typer.Option(help="Folder below which weight files are taken.", show_default="weights in the state folder")
+    ] = None,
+    keep_last: Annotated[
+        str | None,
+        typer.Option(help="File that keeps the newest pushed weights, for a restart of the engine.", show_default="none is kept"),
     ] = None,
     state_dir: Annotated[str | None, typer.Option(help="State folder.", show_default="ARENO_STATE_DIR, else the user's")] = None,
     lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,

@@ -40,6 +40,7 @@ ENGINE_OPTIONS = (
     "graphs",
     "gpu_memory_fraction",
     "result_transport",
+    "weight_staging",
     "seed",
 )
 
@@ -63,7 +64,8 @@ class ServiceConfig:
     Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
     least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
     `max_record_bytes` bounds the results of all live requests together. `threads` are the engine's CPU threads; None means
-    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it.
+    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last` names
+    a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
     Raises: InvalidConfig naming field, value, limit and remedy.
     """
 
@@ -71,6 +73,7 @@ class ServiceConfig:
     address: str | None = None
     state_dir: str | None = None
     weights_dir: str | None = None
+    keep_last: str | None = None
     insecure: bool = False
     dtype: str | None = None
     device: str | None = None
@@ -89,6 +92,7 @@ class ServiceConfig:
     graphs: bool | None = None
     gpu_memory_fraction: float | None = None
     result_transport: str | None = None
+    weight_staging: str | None = None
     seed: int | None = None
     threads: int | None = None
     lease_s: float = 30.0
@@ -126,6 +130,8 @@ class ServiceConfig:
                 raise _refuse(name, getattr(self, name), "True or False")
         if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
             raise _refuse("threads", self.threads, "an integer of 1 or more")
+        if self.keep_last is not None and not Path(self.keep_last).absolute().parent.is_dir():
+            raise _refuse("keep_last", self.keep_last, "a file in a folder that exists")
         if self.engine.count(":") != 1:
             raise _refuse("engine", self.engine, "module:name")
 
@@ -146,6 +152,7 @@ class ServiceConfig:
             threads=self.threads or default_threads(),
             state_dir=str(state.root),
             address=address,
+            keep_last=None if self.keep_last is None else str(Path(self.keep_last).absolute()),
             weights_dir=str(Path(self.weights_dir).absolute() if self.weights_dir else weights),
         )
 

@@ -28,6 +28,7 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   ├── ServerRestarted                    server_restarted      another incarnation answers now
     │   ├── ServiceStopping                    service_stopping
     │   ├── HostFailed                         host_failed           the engine host died
+    │   ├── Asleep                             asleep                the engine has given its memory back
     │   ├── NeedsWeights                       needs_weights         the engine waits for a trainer's weights
     │   └── Busy                               busy                  admission limit reached
     ├── ClientUnusable (RuntimeError)          client_unusable
@@ -222,6 +223,12 @@ class HostFailed(Unavailable):
     """The engine host died or could not be started."""
 
     code = "host_failed"
+
+
+class Asleep(Unavailable):
+    """The engine sleeps for a client that uses its memory; requests wait, this call is refused."""
+
+    code = "asleep"
 
 
 class NeedsWeights(Unavailable):

@@ -161,6 +161,7 @@ class FakeEngine:
         self._weights = {name: np.zeros(shape, np.float32) for name, (_, shape) in TENSORS.items()}
         self._staged: dict[str, np.ndarray] | None = None
         self._partial = False
+        self.asleep: str | None = None
         self._update_version = 0
         self._steps = 0
 
@@ -329,6 +330,21 @@ class FakeEngine:
     def abort_update(self) -> None:
         """Drop the open update."""
         self._staged = None
+
+    def sleep(self, level: str = "kv") -> StepOutput:
+        """Give memory back that a fake does not have."""
+        self.asleep = level
+        return self.collect()
+
+    def wake(self) -> None:
+        """Take it back."""
+        self.asleep = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the live tensors."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self._weights.items()}
 
     def digests(self) -> dict[str, int]:
         """Return a digest of each tensor."""

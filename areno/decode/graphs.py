@@ -50,8 +50,12 @@ class GraphPath:
         return self._memory
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
-        """Compile and capture steps of short rows. Only before the first request."""
+        """Compile and capture steps of short rows, while no row is alive."""
         self.steps.warm_up(buckets, variant, self.memory_of)
+
+    def forget_captures(self) -> None:
+        """Drop the graphs, whose launches name addresses."""
+        self.steps.forget_captures()
 
     def sample_prefill(self, launch: PrefillLaunch, computed: PrefillResult, records: LaneRecords) -> None:
         """Draw the next token of each row whose prompt is complete and write its record; called for every launch that reports."""

@@ -105,8 +105,12 @@ class RebuiltGraphPath:
         return self._bucket(kind).layout.memory
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
-        """Compile and capture steps of short rows. Only before the first request."""
+        """Compile and capture steps of short rows, while no row is alive."""
         self.steps.warm_up(buckets, variant, self.memory_of)
+
+    def forget_captures(self) -> None:
+        """Drop the graphs, whose launches name addresses."""
+        self.steps.forget_captures()
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""

@@ -26,7 +26,10 @@ class DecodePath(Protocol):
         """Draw the next token of each row whose prompt is complete and write its record; called for every launch that reports."""
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
-        """Get ready for steps of these sizes, before the first request."""
+        """Get ready for steps of these sizes while no row is alive."""
+
+    def forget_captures(self) -> None:
+        """Drop what was captured over memory that has moved; it is made again as steps come, or by `warm_up`."""
 
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of `alive`, `length`, `generation`, `last_token` and `page_table` for integrity checks."""

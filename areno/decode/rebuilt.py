@@ -79,6 +79,9 @@ class RebuiltPath:
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Nothing to compile here."""
 
+    def forget_captures(self) -> None:
+        """Nothing is captured here."""
+
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""
         return self._rows.row_state()

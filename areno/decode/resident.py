@@ -45,6 +45,9 @@ class ResidentPath:
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Nothing to compile here."""
 
+    def forget_captures(self) -> None:
+        """Nothing is captured here."""
+
     def row_state(self) -> dict[str, torch.Tensor]:
         """Return copies of the state that integrity checks compare."""
         return {name: self.tables.field(name).clone() for name in ("alive", "length", "generation", "last_token", "page_table")}

@@ -102,9 +102,10 @@ class DecodeSteps:
             self._launch(kind, memory)
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant, memory_of: Callable[[StepKind], StepMemory]) -> None:
-        """Compile and capture steps of short rows. Only before the first request: no row is alive, so that none changes."""
+        """Compile and capture steps of short rows. Only while no row is alive and every result was read, so that none changes."""
         if not self._graphs_on:
             return
+        counted = self.counter.clone()
         for bucket in reversed(buckets):
             kind = StepKind(bucket=bucket, variant=variant, span=self._fused.span_of(1))
             memory = memory_of(kind)
@@ -112,7 +113,14 @@ class DecodeSteps:
             self._seen.add(kind)
             self._capture(kind, memory)
         torch.cuda.synchronize(self._device)
-        self.counter.zero_()
+        self.counter.copy_(counted)
+
+    def forget_captures(self) -> None:
+        """Drop the graphs, whose launches name addresses; kinds of steps are captured anew as they come, or by `warm_up`."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs_on else None
 
     def sample_prefill(self, variant: Variant, logits: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], memory: StepMemory) -> None:
         """Draw the next token of rows whose prompts are complete and record it; the launch is counted by the caller.

@@ -7,7 +7,7 @@ change of one element changes the sum; factors differ by index, so swapped rows,
 The sum is over a flat index of the whole tensor: digests of slices, each begun at its own index, add up to the whole
 tensor's. That is how fused and sharded storage is compared with the trainer's tensor.
 
-Imports torch and nothing else; trainers use it without the engine.
+Imports torch and nothing else, and on a CUDA device one kernel; trainers use it without the engine.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def digest_slice(tensor: torch.Tensor, start_index: int) -> int:
     """
     if start_index < 0:
         raise ValueError(f"start_index={start_index}; flat indices begin at 0; pass the index of the slice's first element")
+    if tensor.is_cuda:
+        return int(digest_part(tensor, start_index)) & MASK64
     size, bits = tensor.element_size(), bits_of(tensor)
     zero_extend = (1 << (8 * size)) - 1 if size < 8 else -1
     total, done = 0, 0
@@ -83,6 +85,13 @@ def digest_slice(tensor: torch.Tensor, start_index: int) -> int:
         total += int((words * _factors(chunk, tensor.device)[offset : offset + count]).sum())
         done += count
     return total & MASK64
+
+
+def digest_part(tensor: torch.Tensor, start_index: int) -> torch.Tensor:
+    """Return `digest_slice` of a tensor on a CUDA device as an int64 scalar there, without waiting for it. Raises: TypeError."""
+    from areno.kernels.digest import digest_sum
+
+    return digest_sum(bits_of(tensor), start_index)
 
 
 def digest(tensor: torch.Tensor) -> int:

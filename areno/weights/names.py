@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,9 @@ import torch
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _SHOWN_NAMES = 20
+_PART_BYTES = 16 << 20
+STAGING_SLACK_BYTES = 1 << 29
+"""Memory of a device that staged weights leave free for captures and the library's workspaces."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,15 +75,55 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+class HostCopy:
+    """The bits of tensors while their own memory is given back: in pinned memory, or in a file without a name."""
+
+    __slots__ = ("__weakref__", "_file", "_kept")
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, pinned: bool):
+        self._kept: dict[str, torch.Tensor] = {}
+        self._file = None if pinned else tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
+        for name, tensor in tensors.items():
+            if pinned:
+                self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+            elif self._file is not None:
+                for part in _parts(tensor):
+                    # A copy: memory that numpy has seen cannot be given back.
+                    self._file.write(part.clone().numpy().data)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the bits into tensors of the same names and shapes. Mutates: all of them."""
+        if self._file is not None:
+            self._file.seek(0)
+        for name, tensor in tensors.items():
+            if self._file is None:
+                tensor.copy_(self._kept[name])
+                continue
+            for part in _parts(tensor):
+                content = self._file.read(part.numel())
+                assert len(content) == part.numel(), f"the copy of {name} ends early"
+                part.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of a tensor's bytes in order, of bounded size."""
+    return tensor.reshape(-1).view(torch.uint8).split(_PART_BYTES)
+
+
 class ParameterTable:
     """A model's tensors: `live` by storage name, `views` by Hugging Face name, hooks that rebuild what derives from them.
 
-    Several threads may read; only loading and updates write, between forwards.
+    `stages_on` says where staged weights lie: "device", "host", or "auto". Several threads may read; only loading and updates
+    write, between forwards.
     """
 
-    __slots__ = ("_addresses", "_derived", "_parts", "_twin", "device", "dtype", "live", "tied", "views")
+    __slots__ = ("_addresses", "_derived", "_parts", "_pinned", "_twin", "device", "dtype", "live", "stages_on", "tied", "views")
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, pinned: bool = False):
+        self._pinned = pinned
+        self.stages_on = "auto"
         self.dtype = dtype
         self.device = device
         self.live: dict[str, torch.Tensor] = {}
@@ -99,7 +144,7 @@ class ParameterTable:
         assert sum(parts.values()) == shape[0], f"the parts of {name} have {sum(parts.values())} rows, the storage has {shape[0]}"
         # A tensor made in inference mode could not be written outside of it; updates come in either mode.
         with torch.inference_mode(False):
-            storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
+            storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device, pin_memory=self._pinned)
             bounds = list(itertools.accumulate(parts.values(), initial=0))
             self.views.update({part: storage[start:end] for part, start, end in zip(parts, bounds, bounds[1:])})
         self.live[name] = storage
@@ -113,17 +158,62 @@ class ParameterTable:
         self.tied[name] = target
 
     def staging(self) -> ParameterTable:
-        """Return storage of the same layout for weights that wait for their swap; made at first use, then kept."""
+        """Return storage of the same layout for weights that wait for their swap; made at first use, then kept.
+
+        It lies in the device's memory where that has room (`stages_on` "auto", or "device"), else in pinned memory of the host.
+        """
         if self._twin is None:
-            twin = ParameterTable(self.dtype, self.device)
+            on_device = self._stages_on_device()
+            twin = ParameterTable(self.dtype, self.device if on_device else torch.device("cpu"), pinned=not on_device)
             for name, storage in self.live.items():
                 twin.allocate(name, tuple(storage.shape), self._parts[name])
             self._twin = twin
         return self._twin
 
+    def _stages_on_device(self) -> bool:
+        if self.device.type == "cpu" or self.stages_on == "device":
+            return True
+        if self.stages_on == "host":
+            return False
+        return torch.cuda.mem_get_info(self.device)[0] >= self.num_bytes + STAGING_SLACK_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the live storage."""
+        return sum(storage.nbytes for storage in self.live.values())
+
     def release_staging(self) -> None:
         """Give the staging storage back; the next update makes it again."""
         self._twin = None
+
+    def move_out(self) -> HostCopy:
+        """Move the live weights to the host and give their memory back; nothing may run until `move_in`.
+
+        From a CUDA device they go to pinned memory, on the CPU to a file without a name. What derives from them stays.
+        Mutates: live and staging storage.
+        """
+        self._twin = None
+        with torch.inference_mode(False):
+            kept = HostCopy(self.live, pinned=self.device.type == "cuda")
+            for storage in self.live.values():
+                storage.untyped_storage().resize_(0)
+        return kept
+
+    def move_in(self, kept: HostCopy) -> bool:
+        """Take memory for the weights again and fill it; return whether an address changed, which captures do not follow."""
+        with torch.inference_mode(False):
+            try:
+                for storage in self.live.values():
+                    storage.untyped_storage().resize_(storage.numel() * storage.element_size())
+            except BaseException:
+                # All or nothing: what was taken is somebody else's until there is enough.
+                for storage in self.live.values():
+                    storage.untyped_storage().resize_(0)
+                raise
+            kept.fill(self.live)
+        addresses = {name: storage.data_ptr() for name, storage in self.live.items()}
+        moved, self._addresses = addresses != self._addresses, addresses
+        return moved
 
     def register_derived(self, name: str, rebuild: Callable[[], None]) -> None:
         """Register a hook that recomputes, in place, a tensor that is a function of the weights."""

@@ -12,20 +12,22 @@ staged tensors change places through a small scratch buffer, so a second swap re
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from areno.errors import DigestMismatch, InvalidRequest
+from areno.errors import DigestMismatch, InvalidRequest, ManifestMismatch
 from areno.request import MAX_TEMPERATURE, MIN_TEMPERATURE
 from areno.weights.digest import MASK64, bits_of, digest
 from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
 from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
+from areno.weights.staged import PendingFacts, StagedFacts, inspect, known
 
 _SCRATCH_BYTES = 16 << 20
 
@@ -112,11 +114,13 @@ class WeightUpdate:
     """An open update of `table`. One at a time: it stages in the table's one staging storage."""
 
     __slots__ = (
+        "_facts",
         "_manifest",
         "_opened_at",
         "_scratch",
         "_sources",
         "_staged",
+        "_stream",
         "_table",
         "_tied",
         "counts",
@@ -132,6 +136,9 @@ class WeightUpdate:
         self._table = table
         self._staged = table.staging()
         self._sources: dict[str, str] = {}
+        # What is known of staged tensors, taken away when one comes again.
+        self._facts: dict[str, StagedFacts | PendingFacts] = {}
+        self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
         self._tied: dict[str, int] = {}
         self._scratch: torch.Tensor | None = None
         self._opened_at = time.monotonic()
@@ -166,9 +173,27 @@ class WeightUpdate:
                 "send each tensor under one name",
             )
         self._sources.pop(canonical, None)
-        target.copy_(tensor)
-        _check_finite(name, target, self._table.dtype)
+        self._facts.pop(canonical, None)
+        with self._beside_decode(tensor):
+            target.copy_(tensor)
+            facts = inspect(target, self._table.views[canonical])
+        if isinstance(facts, StagedFacts) and not facts.finite:
+            raise _not_finite(name, self._table.dtype)
+        self._facts[canonical] = facts
         self._sources[canonical] = name
+
+    @contextlib.contextmanager
+    def _beside_decode(self, *sources: torch.Tensor) -> Iterator[None]:
+        """Let copies run on the update's own stream, after what was launched before and while it goes on."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        for source in sources:
+            if source.is_cuda:
+                source.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _check_offer(self, name: str, canonical: str, offered: TensorSpec) -> None:
         known = self._table.views.get(self._table.tied.get(canonical, canonical))
@@ -200,6 +225,7 @@ class WeightUpdate:
         assert self.state is not UpdateState.SWAPPED, "an update is verified before its swap"
         self.staging_s = time.monotonic() - self._opened_at
         self._check_complete()
+        self._learn()
         self._check_tied()
         if digests is not None:
             self._check_digests(digests)
@@ -208,6 +234,28 @@ class WeightUpdate:
         with torch.inference_mode(False):
             self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
         self.state = UpdateState.VERIFIED
+
+    def _learn(self) -> None:
+        """Wait for what is still to be found out of the staged tensors; refuse those that are not finite, by name."""
+        with self._beside_decode():
+            for name in self._sources.keys() - self._facts.keys():
+                self._facts[name] = inspect(self._staged.views[name], self._table.views[name])
+        if self._stream is not None:
+            self._stream.synchronize()
+        names = list(self._sources)
+        self._facts.update(zip(names, known(self._facts[name] for name in names)))
+        broken = [name for name in names if not self._fact(name).finite]
+        if broken:
+            raise mismatch(
+                f"tensors that hold NaN or infinity as {self._table.dtype}: {list_names(broken)}",
+                sorted(broken),
+                "look for a diverged step in the trainer",
+            )
+
+    def _fact(self, name: str) -> StagedFacts:
+        facts = self._facts[name]
+        assert isinstance(facts, StagedFacts), f"nothing is known of {name} yet"
+        return facts
 
     def _check_complete(self) -> None:
         needed = self._table.views.keys() if not self.partial else (self._manifest or {}).keys() - self._table.tied.keys()
@@ -224,8 +272,7 @@ class WeightUpdate:
     def _check_tied(self) -> None:
         for name, found in self._tied.items():
             target = self._table.tied[name]
-            owner = self._staged if target in self._sources else self._table
-            if found != digest(owner.views[target]):
+            if found != (self._fact(target).digest if target in self._sources else digest(self._table.views[target])):
                 raise mismatch(
                     f"tensor {name} is tied to {target} in this model, but the values differ",
                     name,
@@ -247,7 +294,7 @@ class WeightUpdate:
                 "send digests of the staged tensors only",
             )
         absent = self._sources.keys() - expected.keys()
-        found = {name: digest(self._staged.views[name]) for name in self._sources.keys() & expected.keys()} | self._tied
+        found = {name: self._fact(name).digest for name in self._sources.keys() & expected.keys()} | self._tied
         wrong = sorted(name for name, value in found.items() if name in expected and value != expected[name] & MASK64)
         if wrong or absent:
             told = [f"differ for {list_names(wrong)}"] if wrong else []
@@ -262,7 +309,7 @@ class WeightUpdate:
 
     def _count(self) -> UpdateCounts:
         sizes = {name: self._staged.views[name].nbytes for name in self._sources}
-        changed = [name for name in sizes if not torch.equal(bits_of(self._staged.views[name]), bits_of(self._table.views[name]))]
+        changed = [name for name in sizes if self._fact(name).changed]
         return UpdateCounts(len(sizes), sum(sizes.values()), len(changed), sum(sizes[name] for name in changed))
 
     def swap(self) -> None:
@@ -276,15 +323,21 @@ class WeightUpdate:
             for start in range(0, live.numel(), self._scratch.numel()):
                 live_part, staged_part = live[start : start + self._scratch.numel()], staged[start : start + self._scratch.numel()]
                 kept = self._scratch[: live_part.numel()].copy_(live_part)
-                live_part.copy_(staged_part)
-                staged_part.copy_(kept)
+                live_part.copy_(staged_part, non_blocking=True)
+                staged_part.copy_(kept, non_blocking=True)
         self._table.rebuild_derived()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._table.device).synchronize()
         self.state = UpdateState.VERIFIED if self.state is UpdateState.SWAPPED else UpdateState.SWAPPED
 
 
 def _check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not is_finite(tensor):
-        raise mismatch(f"tensor {name} holds NaN or infinity as {dtype}", name, "look for a diverged step in the trainer")
+        raise _not_finite(name, dtype)
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> ManifestMismatch:
+    return mismatch(f"tensor {name} holds NaN or infinity as {dtype}", name, "look for a diverged step in the trainer")
 
 
 def digests(table: ParameterTable) -> dict[str, int]:

@@ -55,7 +55,8 @@ class Failure:
 class EpisodeTask:
     """One episode to run. Members of a group share `seed` and begin equally; each draws its own tokens.
 
-    `attempt` counts earlier tries of this member; a new attempt draws other tokens. `info` is the caller's own.
+    `attempt` counts earlier tries of this member; a new attempt draws other tokens. `kv_policy` and `max_kv_lag` say what becomes
+    of its KV when weights change (as in `Episode`). `info` is the caller's own.
     """
 
     make_environment: Callable[[], Environment]
@@ -63,6 +64,8 @@ class EpisodeTask:
     group: Hashable = 0
     member: int = 0
     attempt: int = 0
+    kv_policy: str = "keep"
+    max_kv_lag: int = 4
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -202,6 +205,8 @@ class _Run:
             seed=self.task.episode_seed,
             sampling=self.sampling,
             limits=self.limits,
+            kv_policy=self.task.kv_policy,
+            max_kv_lag=self.task.max_kv_lag,
         )
 
     def advance(self, step: Any) -> None:

@@ -210,6 +210,21 @@ class Client:
         """Drop this client's pause; idempotent. Blocks. Raises: PauseHeld, naming the holder, if only others paused."""
         self._run(operations.resume())
 
+    def sleep(self, level: str = "kv") -> None:
+        """Let the engine give the memory of its KV ("kv"), or of KV and weights ("weights"), back until `wake` or this client's end.
+
+        Requests wait meanwhile and go on afterwards, in a new epoch; scores and updates are refused. Idempotent. Blocks.
+        Raises: UpdateBusy while an update is open, InvalidRequest.
+        """
+        self._run(operations.sleep(level))
+
+    def wake(self) -> None:
+        """Let the engine take its memory back, unless another client lets it sleep; idempotent. Blocks.
+
+        Raises: Asleep while the memory is still taken: free it, then wake again.
+        """
+        self._run(operations.wake())
+
     def shutdown(self) -> None:
         """End the service. Blocks."""
         self._run(operations.shutdown())

@@ -218,6 +218,21 @@ class AsyncClient:
         """Drop this client's pause; idempotent. Raises: PauseHeld, naming the holder, if only others paused."""
         await self._run(operations.resume())
 
+    async def sleep(self, level: str = "kv") -> None:
+        """Let the engine give the memory of its KV ("kv"), or of KV and weights ("weights"), back until `wake` or this client's end.
+
+        Requests wait meanwhile and go on afterwards, in a new epoch; scores and updates are refused. Idempotent.
+        Raises: UpdateBusy while an update is open, InvalidRequest.
+        """
+        await self._run(operations.sleep(level))
+
+    async def wake(self) -> None:
+        """Let the engine take its memory back, unless another client lets it sleep; idempotent.
+
+        Raises: Asleep while the memory is still taken: free it, then wake again.
+        """
+        await self._run(operations.wake())
+
     async def shutdown(self) -> None:
         """End the service."""
         await self._run(operations.shutdown())

@@ -138,6 +138,16 @@ def evaluate_end(evaluation: Evaluation) -> Operation[None]:
     return Operation(op=Op.EVALUATE_END, read=_nothing, fields={"evaluation_id": evaluation.evaluation_id}, control=True)
 
 
+def sleep(level: str) -> Operation[None]:
+    """Let the engine give memory back while this client holds it."""
+    return Operation(op=Op.SLEEP, read=_nothing, fields={"level": level}, control=True)
+
+
+def wake() -> Operation[None]:
+    """Drop this client's sleep."""
+    return Operation(op=Op.WAKE, read=_nothing, control=True)
+
+
 def shutdown() -> Operation[None]:
     """End the service."""
     return Operation(op=Op.SHUTDOWN, read=_nothing, control=True)

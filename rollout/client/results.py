@@ -134,7 +134,8 @@ class EngineFacts:
 class ServiceInfo:
     """What a service is. `health`: starting, ready, needs_weights, failed, stopping; `engine` is None until it is loaded.
 
-    `paused_by` names the clients for which the engine stands still, and for how long.
+    `paused_by` names the clients for which the engine stands still, and for how long; `asleep` says what memory it has given back:
+    "kv", "weights" (both) or None.
     """
 
     protocol_version: int
@@ -151,6 +152,7 @@ class ServiceInfo:
     max_message_bytes: int
     engine: EngineFacts | None
     paused_by: tuple[str, ...] = ()
+    asleep: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,14 +27,15 @@ class Admission:
         self.paused = False
         # Requests wait here while a commit lets the engine run empty.
         self.held = False
+        # What memory the engine has given back: None, "kv" or "weights".
+        self.asleep: str | None = None
         self.version = 0
         self.max_model_len: int | None = None
 
     def open_for(self, record: Record) -> bool:
         """Tell whether the engine may have this record now."""
-        return (
-            self.ready and not self.held and self.refusal() is None and (record.min_version is None or record.min_version <= self.version)
-        )
+        there = self.ready and not self.held and self.asleep is None
+        return there and self.refusal() is None and (record.min_version is None or record.min_version <= self.version)
 
     def needs_of(self, body: Generate, prompt_tokens: int) -> Reservation:
         """Return what a request may come to hold. Numbers that make no sense reserve nothing: the engine refuses them."""

@@ -56,6 +56,7 @@ class Answers:
             "version": self._admission.version,
             "needs_weights": self._control.needs_weights,
             "paused_by": self._control.paused_by,
+            "asleep": self._admission.asleep,
             "weights_dir": str(self._config.weights_dir),
             "lease_s": float(self._config.lease_s),
             "max_message_bytes": self._config.max_message_bytes,

@@ -138,6 +138,10 @@ class CommitGate:
             self._admission.held = False
             self._requests.submit_held()
 
+    def let_held_go(self) -> None:
+        """Hand over what may go again for another reason than a commit's end."""
+        self._requests.submit_held()
+
     def begin_evaluation(
         self, session: Session, request_id: bytes, deadline_s: float, now: float, started: Callable[[str, int], None]
     ) -> None:

@@ -27,8 +27,9 @@ from rollout.errors import (
 from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.commit_gate import CommitGate, WaitingCommit
-from rollout.service.host_link import HostLink
+from rollout.service.host_link import HostLink, LostWeights
 from rollout.service.sessions import Channel, Session
+from rollout.service.sleepers import Sleepers
 from rollout.wire.codec import Packet
 from rollout.wire.messages import (
     ErrorBody,
@@ -70,6 +71,7 @@ class ControlDesk:
         on_published: Callable[[int], None],
     ) -> None:
         self._link, self._calls, self._admission, self._gate = link, calls, admission, gate
+        self.sleepers = Sleepers(link, calls, admission, gate.let_held_go)
         self._next_version, self._on_published = next_version, on_published
         self._holders: dict[int, tuple[str, float]] = {}
         # A session that had a pause may resume twice, as a call that is sent again does.
@@ -84,10 +86,20 @@ class ControlDesk:
         """The update under way."""
         return self._update
 
-    def host_ready(self) -> None:
-        """Tell a new host what holds."""
+    @property
+    def lost(self) -> LostWeights | None:
+        """The weights that a new host is to bring back, None if there are none or nothing proves them."""
+        if self.needs_weights is None or self._digests is None:
+            return None
+        return LostWeights(self.needs_weights, self._digests)
+
+    def host_ready(self, version: int) -> None:
+        """Tell a new host what holds; `version` is what it serves, the lost one if it took that up by itself."""
+        if version == self.needs_weights:
+            self.needs_weights = None
         if self._holders:
             self._link.send(Op.PAUSE, {})
+        self.sleepers.host_ready()
 
     def host_died(self) -> None:
         """Forget the update that died with the host."""
@@ -139,6 +151,16 @@ class ControlDesk:
             self._link.send(Op.WEIGHTS_ABORT, {"update_id": update.update_id})
             self._update = None
         self._gate.end_session(session, time.monotonic())
+        self.sleepers.end_session(session)
+
+    def sleep(self, session: Session, packet: Packet) -> None:
+        """Let the engine give memory back for a session. Raises: UpdateBusy, HostFailed."""
+        self.sleepers.sleep(session, packet, None if self._update is None else self._update.holder.label)
+
+    def wake(self, session: Session, packet: Packet) -> None:
+        """Let the engine take its memory back, unless another session lets it sleep."""
+        if not self.sleepers.wake(session, packet):
+            self._calls.reply(session, packet.request_id, Op.DONE, {})
 
     def advance(self, now: float) -> float | None:
         """Do what commits and evaluations have due; return when to look again."""
@@ -172,6 +194,7 @@ class ControlDesk:
         """Open an update under a fresh version. Raises: UpdateBusy, HostFailed, WeightUpdateError."""
         body = packet.body
         assert isinstance(body, WeightsBegin)
+        self.sleepers.check_awake("a weight update")
         if self._update is not None:
             age = time.monotonic() - self._update.since
             raise UpdateBusy(

@@ -32,6 +32,7 @@ import numpy as np
 
 from rollout.config import DEFAULT_ENGINE
 from rollout.errors import InvalidConfig, error_fields
+from rollout.service.last_weights import LastWeights
 from rollout.service.parent_watch import ParentWatch
 from rollout.service.step_outbox import StepOutbox
 from rollout.service.weight_intake import StagedFile, WeightIntake
@@ -43,6 +44,7 @@ from rollout.wire.messages import (
     Kill,
     Op,
     Score,
+    Sleep,
     StepAck,
     Submit,
     UpdateOpen,
@@ -61,6 +63,7 @@ log = logging.getLogger("rollout.engine_host")
 MAX_INBOUND_PER_TURN = 512
 EXIT_LOAD_FAILED = 3
 LOCK_WAIT_S = 2.0
+WAKE_AGAIN_S = 1.0
 EXIT_ENGINE_FAILED = 4
 
 
@@ -72,6 +75,8 @@ class HostConfig:
     engine: str
     engine_arguments: Mapping[str, Any]
     weights_dir: str
+    keep_last: str | None
+    lost: Mapping[str, Any] | None
     threads: int | None
     max_message_bytes: int
     own_files: list[str]
@@ -165,12 +170,14 @@ def requests_of(body: Submit, arrays: Arrays) -> list[Request]:
 class EngineHost:
     """The loop; owns the engine, its intake and the outbox."""
 
-    def __init__(self, engine: Any, peer: Peer, weights_dir: Path) -> None:
-        self._engine, self._peer = engine, peer
+    def __init__(self, engine: Any, peer: Peer, weights_dir: Path, last: LastWeights) -> None:
+        self._engine, self._peer, self._last = engine, peer, last
         self._poller = Poller([peer])
         self._outbox = StepOutbox(peer)
         self._intake = WeightIntake(engine, weights_dir)
         self._paused = False
+        self._asleep = self._keep_again = False
+        self._wake_at: float | None = None
         self._stopping = False
         self._handlers: dict[Op, Callable[[Packet], None]] = {
             Op.SUBMIT: self._submit,
@@ -184,6 +191,8 @@ class EngineHost:
             Op.WEIGHTS_STAGE_FILE: self._stage_file,
             Op.WEIGHTS_COMMIT: self._commit,
             Op.WEIGHTS_ABORT: self._abort,
+            Op.SLEEP: self._sleep,
+            Op.WAKE: self._wake,
             Op.SHUTDOWN: self._shutdown,
         }
 
@@ -196,20 +205,27 @@ class EngineHost:
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
         while not self._stopping:
             self._poller.watch(self._peer, writable=self._outbox.wants_room)
-            self._poller.wait(0 if self._can_step() or self._intake.busy else None)
+            self._poller.wait(self._timeout_s())
             self._drain()
+            self._wake_when_due()
             if self._can_step():
                 self._outbox.add(self._engine.step())
-            elif self._paused and not self._outbox.full:
+            elif (self._paused or self._asleep) and not self._outbox.full:
                 # Cancels and deadlines end during a pause too, and what was launched before it is told.
                 self._outbox.add(self._engine.collect())
             staged = self._intake.advance()
             if staged is not None:
                 self._answer_staged(staged)
+            self._last.advance()
             self._outbox.flush(int(self._engine.version))
 
+    def _timeout_s(self) -> float | None:
+        if self._can_step() or self._intake.busy or self._last.busy:
+            return 0.0
+        return None if self._wake_at is None else max(0.0, self._wake_at - time.monotonic())
+
     def _can_step(self) -> bool:
-        return not self._paused and not self._outbox.full and bool(self._engine.has_work)
+        return not self._paused and not self._asleep and not self._outbox.full and bool(self._engine.has_work)
 
     def _drain(self) -> None:
         for _ in range(MAX_INBOUND_PER_TURN):
@@ -284,6 +300,46 @@ class EngineHost:
     def _resume(self, packet: Packet) -> None:
         self._paused = False
 
+    def _sleep(self, packet: Packet) -> None:
+        assert isinstance(packet.body, Sleep)
+        self._wake_at = None
+        self._outbox.add(self._engine.sleep(packet.body.level))
+        self._asleep = True
+        if packet.body.level == "weights" and self._last.busy:
+            # What is not there cannot be written on; it begins again when it is back.
+            self._last.close()
+            self._keep_again = True
+        if packet.request_id != NO_REQUEST:
+            self._outbox.reply(Op.DONE, packet.request_id, {})
+
+    def _wake(self, packet: Packet) -> None:
+        """Wake the engine; where nobody waits for the answer, try again until there is memory."""
+        if packet.request_id == NO_REQUEST:
+            self._wake_at = time.monotonic()
+            return
+        self._engine.wake()
+        self._woke()
+        self._outbox.reply(Op.DONE, packet.request_id, {})
+
+    def _woke(self) -> None:
+        self._asleep, self._wake_at = False, None
+        if self._keep_again:
+            self._keep_again = False
+            self._last.committed()
+
+    def _wake_when_due(self) -> None:
+        if self._wake_at is None or time.monotonic() < self._wake_at:
+            return
+        from areno.errors import Asleep
+
+        try:
+            self._engine.wake()
+        except Asleep as error:
+            log.warning("the engine sleeps on: %s", error)
+            self._wake_at = time.monotonic() + WAKE_AGAIN_S
+        else:
+            self._woke()
+
     def _update_open(self, packet: Packet) -> None:
         body = packet.body
         assert isinstance(body, UpdateOpen)
@@ -314,6 +370,7 @@ class EngineHost:
             arrays.get("canary_logprobs", _no_array(np.float32)),
             body.canary_temperatures,
         )
+        self._last.committed()
         self._outbox.reply(
             Op.WEIGHTS_REPORT, packet.request_id, _finite({name: getattr(report, name) for name in WeightsReport.model_fields})
         )
@@ -356,13 +413,17 @@ def _serve(config: HostConfig, peer: Peer) -> int:
             log.exception("the engine cannot be loaded")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
         return EXIT_LOAD_FAILED
+    last = LastWeights(engine, None if config.keep_last is None else Path(config.keep_last))
     try:
-        EngineHost(engine, peer, Path(config.weights_dir)).run()
+        if config.lost is not None:
+            last.restore(int(config.lost["version"]), config.lost["digests"])
+        EngineHost(engine, peer, Path(config.weights_dir), last).run()
     except Exception as error:
         log.exception("the engine host fails")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))
         return EXIT_ENGINE_FAILED
     finally:
+        last.close()
         engine.close()
     return 0
 

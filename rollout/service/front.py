@@ -157,6 +157,8 @@ class Front:
                 Op.SHUTDOWN: self._shutdown,
                 Op.EVALUATE_BEGIN: self._control.begin_evaluation,
                 Op.EVALUATE_END: self._control.end_evaluation,
+                Op.SLEEP: self._control.sleep,
+                Op.WAKE: self._control.wake,
             },
         }
 
@@ -354,6 +356,7 @@ class Front:
             stopped = HostFailed("no engine host is ready", remedy="wait until info().health is 'ready'")
         if stopped is not None:
             raise stopped
+        self._control.sleepers.check_awake("a score")
         self._calls.pass_on(session, Channel.DATA, packet.request_id, Op.SCORE, packet.body.model_dump(), packet.arrays)
 
     def _pause(self, session: Session, packet: Packet) -> None:
@@ -385,6 +388,7 @@ class Front:
             "paused": self._admission.paused,
             "paused_by": ", ".join(self._control.paused_by),
             "held_for_update": self._admission.held,
+            "asleep": self._admission.asleep or "",
             "open_calls": len(self._calls),
         }
 

@@ -34,6 +34,14 @@ LINK_MESSAGE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
+class LostWeights:
+    """A version whose weights died with a host, and the digests that prove them."""
+
+    version: int
+    digests: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class BadMessage:
     """A message of the host that is none; `call_id` is zeros if it answered no call."""
 
@@ -68,8 +76,8 @@ class HostLink:
         parse_address(f"ipc://{base}")
         return f"ipc://{base}.h{self.index}{secrets.token_hex(2)}"
 
-    def start(self, initial_version: int) -> None:
-        """Start the process and bind its socket."""
+    def start(self, initial_version: int, lost: LostWeights | None = None) -> None:
+        """Start the process and bind its socket; `lost` are weights that it may take up from the kept file."""
         endpoint = self._endpoint()
         config_path = Path(endpoint.removeprefix("ipc://") + ".json")
         address = parse_address(str(self._config.address))
@@ -80,6 +88,8 @@ class HostLink:
             "engine": self._config.engine,
             "engine_arguments": {**self._config.engine_arguments(), "initial_version": initial_version},
             "weights_dir": self._config.weights_dir,
+            "keep_last": self._config.keep_last,
+            "lost": None if lost is None else {"version": lost.version, "digests": dict(lost.digests)},
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
             "own_files": [str(path) for path in self._files],

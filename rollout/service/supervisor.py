@@ -59,7 +59,7 @@ class Supervisor:
         self._metrics.host_starts += 1
         self._starts.append(time.monotonic())
         self._cause = None
-        self._link.start(self._initial_version)
+        self._link.start(self._initial_version, self._control.lost)
 
     def drain(self) -> None:
         """Take the host's messages, and its death."""
@@ -102,7 +102,7 @@ class Supervisor:
         self.facts = body.engine
         self._admission.ready = True
         self._admission.max_model_len = body.engine.max_model_len
-        self._control.host_ready()
+        self._control.host_ready(body.version)
         self._requests.submit_held()
         if not self.was_ready:
             self.was_ready = True

@@ -57,6 +57,8 @@ class Op(enum.IntEnum):
     EVALUATE_BEGIN = 60
     EVALUATION = 61
     EVALUATE_END = 62
+    SLEEP = 63
+    WAKE = 64
 
     HOST_READY = 80
     HOST_FAILED = 81
@@ -262,6 +264,7 @@ class InfoResult(Message):
     version: Int64
     needs_weights: Int64 | None = None
     paused_by: Annotated[list[Text], Field(max_length=MAX_LIST)] = []
+    asleep: Name | None = None
     weights_dir: Text
     tokenizer_digest: Name | None = None
     chat_template_digest: Name | None = None
@@ -356,6 +359,12 @@ class EvaluationTicket(Message):
 
     evaluation_id: Name
     version: Int64
+
+
+class Sleep(Message):
+    """Let the engine give memory back: that of the KV, or that of KV and weights."""
+
+    level: Literal["kv", "weights"] = "kv"
 
 
 class EvaluateEnd(Message):
@@ -499,6 +508,8 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.EVALUATE_BEGIN: EvaluateBegin,
     Op.EVALUATION: EvaluationTicket,
     Op.EVALUATE_END: EvaluateEnd,
+    Op.SLEEP: Sleep,
+    Op.WAKE: Nothing,
     Op.HOST_READY: HostReady,
     Op.HOST_FAILED: HostFailed,
     Op.SUBMIT: Submit,
@@ -613,6 +624,8 @@ CONTROL_REQUESTS = frozenset(
         Op.SHUTDOWN,
         Op.EVALUATE_BEGIN,
         Op.EVALUATE_END,
+        Op.SLEEP,
+        Op.WAKE,
     }
 )
 CLIENT_REPLIES = frozenset(
@@ -645,6 +658,8 @@ HOST_REQUESTS = frozenset(
         Op.WEIGHTS_STAGE_FILE,
         Op.WEIGHTS_COMMIT,
         Op.WEIGHTS_ABORT,
+        Op.SLEEP,
+        Op.WAKE,
         Op.SHUTDOWN,
     }
 )

@@ -17,12 +17,12 @@ OPERATIONS = {
     "INFO": 32, "INFO_RESULT": 33, "STATS": 34, "STATS_RESULT": 35, "TOKENIZER_FILES": 36, "TOKENIZER_FILES_RESULT": 37,
     "PAUSE": 48, "RESUME": 49, "WEIGHTS_BEGIN": 50, "WEIGHTS_TICKET": 51, "WEIGHTS_STAGE_FILE": 52, "WEIGHTS_COMMIT": 53,
     "WEIGHTS_REPORT": 54, "WEIGHTS_ABORT": 55, "SHUTDOWN": 56,
-    "EVALUATE_BEGIN": 60, "EVALUATION": 61, "EVALUATE_END": 62,
+    "EVALUATE_BEGIN": 60, "EVALUATION": 61, "EVALUATE_END": 62, "SLEEP": 63, "WAKE": 64,
     "HOST_READY": 80, "HOST_FAILED": 81, "SUBMIT": 82, "STEP": 83, "STEP_ACK": 84, "KILL": 85, "UPDATE_OPEN": 86,
 }  # fmt: skip
 
 CODES = [
-    "address_in_use", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable", "conflict",
+    "address_in_use", "asleep", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable", "conflict",
     "digest_mismatch", "drain_timeout", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed", "insecure_address",
     "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights", "no_evaluation", "no_service",
     "no_session", "no_update", "pause_held", "protocol_version", "request_error", "request_failed", "request_too_long", "rollout_error",

@@ -30,7 +30,7 @@ class EngineWeights:
     def info(self) -> Any:
         return SimpleNamespace(version=self.engine.version, needs_weights=None, weights_dir=str(self.weights_dir), engine=self.engine.info)
 
-    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None) -> Any:
+    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None, restore: int | None = None) -> Any:
         specs = None if manifest is None else {name: (spec["dtype"], tuple(spec["shape"])) for name, spec in manifest.items()}
         self._updates += 1
         version = self.engine.version + 1

@@ -186,8 +186,7 @@ def test_committed_weights_are_asked_for_until_they_come_however_often_hosts_bre
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             report = push.push_if_needed()
-        assert report is not None and report.version == version + 1 and report.changed_tensors > 0
+        assert report is not None and report.version == version and report.changed_tensors > 0, "the same weights keep their version"
         assert client.info().health == "ready" and client.info().needs_weights is None
         assert greedy(client) == expected
-        version = report.version
     assert client.stats()["host_starts"] == starts + 2

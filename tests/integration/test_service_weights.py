@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import xxhash
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import rollout
@@ -223,4 +224,34 @@ def test_after_a_host_death_trained_weights_are_asked_for_and_can_be_restored(tm
         assert client.info().health == "needs_weights"
         assert push(client, 1.0, restore=version).version == version
         assert client.info().health == "ready"
+        assert client.generate([1], max_new_tokens=2).versions.tolist() == [version] * 2
+
+
+def kept_version(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()["version"]
+
+
+def kill_host(front: int) -> None:
+    """Kill a service's engine host and wait until another one is there."""
+    [host] = psutil.Process(front).children()
+    host.kill()
+    wait_until(lambda: [child.pid for child in psutil.Process(front).children()] not in ([], [host.pid]))
+
+
+def test_a_new_host_takes_the_newest_weights_up_from_the_kept_file_by_itself(tmp_path: Path) -> None:
+    kept = tmp_path / "last.safetensors"
+    service = fake_service(tmp_path, engine_options={"step_s": 0.001}, keep_last=str(kept), max_restarts=10)
+    with service as client:
+        assert service.pid is not None
+        for value in (1.0, 2.0):
+            version = push(client, value).version
+            wait_until(lambda version=version: kept_version(kept) == str(version))  # type: ignore[misc]
+        assert kept.stat().st_mode & 0o777 == 0o600
+        kill_host(service.pid)
+        wait_until(lambda: client.info().health == "ready")
+        info = client.info()
+        assert (info.version, info.needs_weights) == (version, None)
         assert client.generate([1], max_new_tokens=2).versions.tolist() == [version] * 2

@@ -43,7 +43,7 @@ class WeightClient(Protocol):
 
     def info(self) -> Any: ...
 
-    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None) -> Any: ...
+    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None, restore: int | None = None) -> Any: ...
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None: ...
 
@@ -167,12 +167,24 @@ class WeightPush:
         Blocks: until the version is published. Raises: PushError and its kind, and the service's errors; the update is then
         aborted and the previous weights serve on.
         """
-        started = time.monotonic()
         _check_mode(mode)
+        return self._push(named_parameters, canary, trainer_step, mode, drain_s)
+
+    def _push(
+        self,
+        named_parameters: NamedParameters | None = None,
+        canary: CanaryFunction | None = None,
+        trainer_step: int | None = None,
+        mode: str = "inflight",
+        drain_s: float = 60.0,
+        *,
+        restore: int | None = None,
+    ) -> PushReport:
+        started = time.monotonic()
         parameters, manifest = self._named(named_parameters)
         regained = self._compare_with_service()
         step = self._num_pushes if trainer_step is None else trainer_step
-        ticket = self._client.weights_begin(manifest, trainer_step=step)
+        ticket = self._client.weights_begin(manifest, trainer_step=step, restore=restore)
         try:
             self._folder.remove_leftovers()
             sent = self._stage(ticket.update_id, parameters)
@@ -191,15 +203,29 @@ class WeightPush:
     def push_if_needed(self) -> PushReport | None:
         """Push the model's weights if the service lost its own and asks for them; for `RolloutSource(safe_point=...)`.
 
-        Returns None where nothing is asked for or the service is away, which the source bounds by `outage_s`.
+        If the model still has the weights of the last push they come back under their version, so that no token grows older; if
+        it has others they are pushed under a new one. Returns None where nothing is asked for or the service is away, which the
+        source bounds by `outage_s`.
         Blocks: as `push`. Raises: as `push`.
         """
         try:
-            return self.push() if self._client.info().health == "needs_weights" else None
+            info = self._client.info()
+            return self._give_back(info.needs_weights) if info.health == "needs_weights" else None
         except Exception as error:
             if outage_code(error) is None:
                 raise
             return None
+
+    def _give_back(self, lost: int) -> PushReport:
+        """Restore the lost version where it is this trainer's last one and unchanged, else push anew."""
+        if lost == self._version and self._num_pushes:
+            try:
+                return self._push(restore=lost)
+            except Exception as error:
+                # Other weights than were lost, or a commit that left nothing to compare with.
+                if getattr(error, "code", None) not in ("weights_changed", "weight_update_failed"):
+                    raise
+        return self._push()
 
     def _named(self, named_parameters: NamedParameters | None) -> tuple[NamedParameters, dict[str, dict[str, Any]] | None]:
         """Return the parameters to send and, where shapes are known before any is read, the manifest."""

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.weights.digest import digest
+from rollout.errors import WeightsChanged
 from trainer_bridge.samples import SampleStatus, TrainingSample
 from trainer_bridge.turns import TurnSpan
 
@@ -25,6 +26,7 @@ def make_sample(
     temperature: float = 1.0,
     version: int = 0,
     reward: float | None = 1.0,
+    filtered: bool = False,
     **fields: Any,
 ) -> TrainingSample:
     """Return a sample made of runs of (length, sampled), with random ids and log-probabilities."""
@@ -32,7 +34,7 @@ def make_sample(
     mask = np.concatenate([np.full(length, sampled) for length, sampled in layout])
     edges = np.cumsum([0] + [length for length, _ in layout])
     turns = tuple(
-        TurnSpan(start=int(start), end=int(end), temperature=temperature, kv_spans=((0, version),))
+        TurnSpan(start=int(start), end=int(end), temperature=temperature, kv_spans=((0, version),), filtered=filtered)
         for start, end, (_, sampled) in zip(edges, edges[1:], layout)
         if sampled
     )
@@ -86,6 +88,8 @@ class FakeWeightService:
     manifests: list[Any] = field(default_factory=list)
     canaries: list[Any] = field(default_factory=list)
     commit_mode: tuple[str, float] | None = None
+    restoring: bool = False
+    lost_digests: dict[str, int] = field(default_factory=dict)
     staged: dict[str, torch.Tensor] | None = None
     needs_weights: int | None = None
 
@@ -107,11 +111,12 @@ class FakeWeightService:
         """Start again from the folder's tensors, as a service does whose engine host died."""
         self.tensors, self.needs_weights = dict(folder or {}), self.version
 
-    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None) -> Any:
-        self._reach("begin")
+    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None, restore: int | None = None) -> Any:
+        self._reach("begin" if restore is None else "restore")
+        assert restore in (None, self.needs_weights)
         self.manifests.append(manifest)
-        self.staged = {}
-        return SimpleNamespace(update_id=f"update-{trainer_step}", version=self.version + 1)
+        self.staged, self.restoring = {}, restore is not None
+        return SimpleNamespace(update_id=f"update-{trainer_step}", version=self.version + (restore is None))
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
         self._reach("stage")
@@ -127,9 +132,12 @@ class FakeWeightService:
         self._reach("commit")
         assert self.staged is not None
         assert digests == {name: digest(tensor) for name, tensor in self.staged.items()}
+        if self.restoring and digests != self.lost_digests:
+            raise WeightsChanged("restore brought other weights", remedy="leave restore out")
         old, self.tensors, self.staged = self.tensors, self.staged, None
+        self.lost_digests = dict(digests)
         self.canaries, self.commit_mode = list(canaries), (mode, drain_s)
-        self.version += 1
+        self.version += not self.restoring
         self.needs_weights = None
         changed = [name for name, tensor in self.tensors.items() if name not in old or not torch.equal(old[name], tensor)]
         return SimpleNamespace(

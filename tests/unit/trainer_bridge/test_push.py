@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from areno.weights.digest import digest
+from rollout.errors import WeightUpdateError
 from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet
 from trainer_bridge.errors import InvalidOption, PushError, PushWarning, UnpushableTensor, WeightsUnchanged
 from trainer_bridge.hooks import after_step_hook
@@ -249,14 +250,16 @@ def test_a_safe_point_pushes_only_what_is_asked_for_and_leaves_outages_to_the_so
     assert push.push_if_needed() is None and service.calls == []
     push.push()
     service.lose_weights()
+    service.calls.clear()
     report = push.push_if_needed()
-    assert report is not None and report.version == service.version == 2
+    assert report is not None and report.version == service.version == push.version == 1
+    assert service.calls == ["restore", "stage", "commit"]
     assert push.push_if_needed() is None
     service.lose_weights()
-    for operation, error in (("info", Away("away")), ("begin", Away("the host is gone again"))):
+    for operation, error in (("info", Away("away")), ("restore", Away("the host is gone again"))):
         service.fail_at = {operation: error}
         assert push.push_if_needed() is None
-    service.fail_at = {"begin": RuntimeError("something else")}
+    service.fail_at = {"restore": RuntimeError("something else")}
     with pytest.raises(RuntimeError, match="something else"):
         push.push_if_needed()
 
@@ -364,3 +367,20 @@ def test_a_push_says_what_becomes_of_running_requests_and_an_unknown_way_is_refu
     with pytest.raises(InvalidOption, match="known: inflight, drain, abort_requests; leave mode out"):
         push.push(mode="wait")
     assert service.calls == []
+
+
+@pytest.mark.parametrize("why", ["another step was made", "nothing proves it", "another trainer's"])
+def test_weights_that_cannot_come_back_under_their_version_are_pushed_under_a_new_one(service: FakeWeightService, why: str) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    push.push()
+    service.lose_weights()
+    if why == "another step was made":
+        nudge(model)
+    elif why == "nothing proves it":
+        service.fail_at = {"restore": WeightUpdateError("restore=1 cannot be proven", remedy="leave restore out")}
+    else:
+        push = WeightPush(service, model)
+    report = push.push_if_needed()
+    assert report is not None and report.version == push.version == service.version == 2
+    assert service.needs_weights is None and list(service.weights_dir.iterdir()) == []

@@ -117,7 +117,7 @@ def test_the_engine_stands_still_while_anybody_holds_a_pause() -> None:
     assert not desk.admission.paused
     assert [op for op, _, _ in desk.link.sent] == [Op.PAUSE, Op.RESUME]
     desk.control.pause(desk.first)
-    desk.control.host_ready()
+    desk.control.host_ready(0)
     assert [op for op, _, _ in desk.link.sent][2:] == [Op.PAUSE, Op.PAUSE], "a new host is told too"
 
 
