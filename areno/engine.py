@@ -291,6 +291,16 @@ class Engine:
         with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
             self._open_update().stage(name, tensor)
 
+    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
+        """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
+        with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
+            self._open_update().stage_slice(name, values, start=start, spec=spec)
+
+    def settle_slices(self) -> None:
+        """Wait until every slice is copied; on a CUDA device copies of its memory are only launched before. Raises: NoUpdate."""
+        with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+            self._open_update().settle_slices()
+
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
         """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
 

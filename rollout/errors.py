@@ -44,7 +44,9 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   ├── DrainTimeout                       drain_timeout         requests ran on past the drain's deadline
     │   ├── WeightsUnchanged                   weights_unchanged
     │   ├── WeightsChanged                     weights_changed       a restore brought other weights
-    │   └── WeightsFileRefused                 weights_file_refused
+    │   ├── WeightsFileRefused                 weights_file_refused
+    │   ├── BucketRefused                      bucket_refused        a bucket that is not what was announced
+    │   └── TransportUnavailable               transport_unavailable this engine cannot be reached that way
     ├── EngineFailure (RuntimeError)           engine_failure
     └── InternalError (RuntimeError)           internal_error        a bug; the cause's type and text
 """
@@ -325,6 +327,18 @@ class WeightsFileRefused(WeightUpdateError):
     """A weights file is outside the folder, a link, or not the announced bytes."""
 
     code = "weights_file_refused"
+
+
+class BucketRefused(WeightUpdateError):
+    """A bucket of weights is cut short, changed, or not the announced bytes; nothing of the update is published."""
+
+    code = "bucket_refused"
+
+
+class TransportUnavailable(WeightUpdateError):
+    """The engine host cannot take weights by this transport; another one may work."""
+
+    code = "transport_unavailable"
 
 
 class EngineFailure(RolloutError, RuntimeError):

@@ -303,6 +303,18 @@ class FakeEngine:
             raise ManifestMismatch(f"tensor {name} of shape {tuple(tensor.shape)}", field=name, remedy="bring the model's tensors")
         self._staged[name] = tensor.numpy().copy()
 
+    def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
+        """Take a part of a tensor; it counts as staged from the first one on."""
+        if self._staged is None:
+            raise NoUpdate("no update is open", remedy="begin one")
+        if name not in TENSORS or tuple(spec.shape) != TENSORS[name][1]:
+            raise ManifestMismatch(f"tensor {name} of shape {tuple(spec.shape)}", field=name, remedy="bring the model's tensors")
+        whole = self._staged.setdefault(name, np.zeros(spec.shape, np.float32))
+        whole.reshape(-1)[start : start + values.numel()] = values.numpy()
+
+    def settle_slices(self) -> None:
+        """Nothing is late here."""
+
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> FakeReport:
         """Publish the update."""
         staged, self._staged = self._staged, None

@@ -31,6 +31,7 @@ _HOME = {
     "RolloutShortfall": "trainer_bridge.errors",
     "ServiceOutage": "trainer_bridge.errors",
     "SourceClosed": "trainer_bridge.errors",
+    "TransportUnusable": "trainer_bridge.errors",
     "UnpushableTensor": "trainer_bridge.errors",
     "VersionBehind": "trainer_bridge.errors",
     "WeightsUnchanged": "trainer_bridge.errors",
@@ -43,7 +44,9 @@ _HOME = {
     "RolloutSource": "trainer_bridge.source",
     "SourceStats": "trainer_bridge.options",
     "each_member": "trainer_bridge.groups",
-    "PushReport": "trainer_bridge.weights.push",
+    "merge_lora": "trainer_bridge.weights.lora",
+    "PendingPush": "trainer_bridge.weights.report",
+    "PushReport": "trainer_bridge.weights.report",
     "WeightPush": "trainer_bridge.weights.push",
 }
 

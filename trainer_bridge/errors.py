@@ -15,6 +15,7 @@ Every error says what failed with the offending value, the limit or cause, and t
     ├── VersionBehind (RuntimeError)      version_behind       tokens are newer than the trainer's own version
     └── PushError (RuntimeError)          push_failed
         ├── UnpushableTensor (ValueError) tensor_unpushable    a name or a tensor that the service must not get
+        ├── TransportUnusable             transport_unusable   the bytes cannot go that way between this trainer and this service
         └── WeightsUnchanged              weights_unchanged    several pushes in a row changed nothing
 
 Warnings: PushWarning (UserWarning), for pushes that are legal and probably not meant.
@@ -130,6 +131,12 @@ class UnpushableTensor(PushError, ValueError):
     """A tensor's name, dtype or values must not reach the service."""
 
     code = "tensor_unpushable"
+
+
+class TransportUnusable(PushError):
+    """Trainer or service cannot use a transport; another one may work."""
+
+    code = "transport_unusable"
 
 
 class WeightsUnchanged(PushError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areno.weights.digest import MASK64, bits_of, digest, digest_part
+from areno.weights.digest import MASK64, bits_of, digest, digest_part, digest_slice
 from areno.weights.names import is_finite
 
 PIECE_ELEMENTS = 1 << 24
@@ -50,6 +50,11 @@ def inspect(staged: torch.Tensor, live: torch.Tensor) -> StagedFacts | PendingFa
         finite &= torch.isfinite(low) & torch.isfinite(high)
         changed |= (bits_of(piece) != bits_of(against[start : start + PIECE_ELEMENTS])).any()
     return PendingFacts(torch.stack([total, finite.to(torch.int64), changed.to(torch.int64)]))
+
+
+def inspect_slice(staged: torch.Tensor, live: torch.Tensor, start: int) -> StagedFacts:
+    """Find out about elements from flat index `start` on, in host memory; digests of a tensor's slices add up to its own."""
+    return StagedFacts(digest_slice(staged, start), is_finite(staged), not torch.equal(bits_of(staged), bits_of(live)))
 
 
 def known(facts: Iterable[StagedFacts | PendingFacts]) -> list[StagedFacts]:

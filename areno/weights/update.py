@@ -24,10 +24,11 @@ import torch
 
 from areno.errors import DigestMismatch, InvalidRequest, ManifestMismatch
 from areno.request import MAX_TEMPERATURE, MIN_TEMPERATURE
-from areno.weights.digest import MASK64, bits_of, digest
+from areno.weights.digest import MASK64, bits_of, digest, digest_slice
 from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
 from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
-from areno.weights.staged import PendingFacts, StagedFacts, inspect, known
+from areno.weights.slices import SliceLedger
+from areno.weights.staged import PendingFacts, StagedFacts, inspect, inspect_slice, known
 
 _SCRATCH_BYTES = 16 << 20
 
@@ -118,11 +119,13 @@ class WeightUpdate:
         "_manifest",
         "_opened_at",
         "_scratch",
+        "_slices",
         "_sources",
         "_staged",
         "_stream",
         "_table",
         "_tied",
+        "_unknown",
         "counts",
         "partial",
         "staging_s",
@@ -140,6 +143,9 @@ class WeightUpdate:
         self._facts: dict[str, StagedFacts | PendingFacts] = {}
         self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
         self._tied: dict[str, int] = {}
+        self._slices = SliceLedger()
+        # Tensors that slices made whole on a device, of which nothing is known yet.
+        self._unknown: set[str] = set()
         self._scratch: torch.Tensor | None = None
         self._opened_at = time.monotonic()
         self.version = version
@@ -158,6 +164,7 @@ class WeightUpdate:
         tensor = tensor.detach()
         self._check_offer(name, canonical, TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)))
         self.state = UpdateState.OPEN
+        self._slices.forget(canonical)
         if canonical in self._table.tied:
             # Not stored: its digest is compared with its twin's when everything is in.
             cast = tensor.to(self._table.dtype)
@@ -194,6 +201,61 @@ class WeightUpdate:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+
+    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
+        """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
+
+        Slices of a tensor come in any order and may be repeated; the tensor is staged once they cover it. Their bounds must
+        stay the same within an update. On a CUDA device the copy from its memory is only launched; `settle_slices` waits for it.
+        Raises: ManifestMismatch as `stage`, and for slices that reach over the end or into each other.
+        """
+        assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
+        canonical, count, size = canonical_name(name), values.numel(), math.prod(spec.shape)
+        self._check_offer(name, canonical, spec)
+        if values.ndim != 1 or dtype_name(values.dtype) != spec.dtype or not 0 <= start <= size - count:
+            raise mismatch(
+                f"a slice of {name} holds {values.dtype} elements {start} to {start + count}, the tensor {size} of {spec.dtype}",
+                name,
+                "send flat slices that lie within the tensor",
+            )
+        self.state = UpdateState.OPEN
+        self._slices.check(canonical, start, count)
+        earlier = self._sources.get(canonical, name)
+        if earlier != name:
+            raise mismatch(f"tensor {canonical} was offered twice, as {earlier} and as {name}", name, "send each tensor under one name")
+        self._sources.pop(canonical, None)
+        self._facts.pop(canonical, None)
+        self._tied.pop(canonical, None)
+        if canonical in self._table.tied:
+            cast = values.to(self._table.dtype)
+            _check_finite(name, cast, self._table.dtype)
+            if self._slices.add(canonical, start, count, StagedFacts(digest_slice(cast, start), True, False), size=size):
+                self._tied[canonical] = self._slices.facts(canonical).digest
+            return
+        live = self._table.views[canonical].view(-1)[start : start + count]
+        staged = self._staged.views[canonical].view(-1)[start : start + count]
+        with self._beside_decode(values):
+            staged.copy_(values)
+        facts = inspect_slice(staged, live, start) if self._stream is None else None
+        if facts is not None and not facts.finite:
+            raise _not_finite(name, self._table.dtype)
+        if not self._slices.add(canonical, start, count, facts, size=size):
+            return
+        self._sources[canonical] = name
+        if facts is None:
+            self._unknown.add(canonical)
+        else:
+            self._facts[canonical] = self._slices.facts(canonical)
+
+    def settle_slices(self) -> None:
+        """Wait until every slice is copied; what it was copied from may be written then. Begins, on a device, to look at the tensors."""
+        if self._stream is None:
+            return
+        self._stream.synchronize()
+        with self._beside_decode():
+            for name in self._unknown & self._sources.keys():
+                self._facts[name] = inspect(self._staged.views[name], self._table.views[name])
+        self._unknown.clear()
 
     def _check_offer(self, name: str, canonical: str, offered: TensorSpec) -> None:
         known = self._table.views.get(self._table.tied.get(canonical, canonical))

@@ -34,11 +34,12 @@ from rollout.client.parameters import (
     prepare_group,
     shows_options,
 )
-from rollout.client.pending import DeltaCursor, StreamRecord
+from rollout.client.pending import Call, DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
-from rollout.errors import ClientUnusable, RolloutError, Unavailable
+from rollout.errors import ClientUnusable, RolloutError, ServerUnavailable, Unavailable
 
 if TYPE_CHECKING:
+    import numpy as np
     import tokenizers
 
 T = TypeVar("T")
@@ -92,6 +93,32 @@ class Stream:
         self.close()
 
 
+class CallHandle:
+    """A call that was sent and is waited for later."""
+
+    __slots__ = ("_call", "_operation")
+
+    def __init__(self, call: Call, operation: Operation[Any]) -> None:
+        self._call, self._operation = call, operation
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._call.done
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Return the answer or raise the call's error. Blocks: until it is there. Raises: also ServerUnavailable after `timeout_s`."""
+        if not wait_blocking(self._call, timeout_s):
+            raise ServerUnavailable(
+                f"no answer to {self._operation.op.name} within {timeout_s:g} s",
+                field="timeout_s",
+                value=timeout_s,
+                limit="the service is alive and its engine host does not answer",
+                remedy="abort the update; see the service's log, and pass a larger timeout_s if its machine is only slow",
+            )
+        return self._operation.read(answer(self._call))
+
+
 class Client:
     """A client of a rollout service for plain code; `aio` is the async facade over the same connection."""
 
@@ -107,8 +134,11 @@ class Client:
         """The service's address."""
         return self._connection.address
 
+    def _call(self, operation: Operation[Any]) -> Call:
+        return self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+
     def _run(self, operation: Operation[T]) -> T:
-        call = self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+        call = self._call(operation)
         wait_blocking(call)
         return operation.read(answer(call))
 
@@ -243,6 +273,32 @@ class Client:
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
         """Stage a safetensors file below `info().weights_dir`. Blocks. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""
         self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
+
+    def weights_stage_bucket(
+        self,
+        update_id: str,
+        bucket: int,
+        *,
+        size: int,
+        pieces: Sequence[Mapping[str, Any]],
+        handle: Mapping[str, Any],
+        xxh3: str | None = None,
+        content: np.ndarray | None = None,
+    ) -> CallHandle:
+        """Send a bucket of weights and return what to wait for; the trainer's next bucket may be made meanwhile.
+
+        `pieces` say which elements lie where, `handle` where the bytes are; see `rollout/README.md`. A bucket may be sent again
+        under its number. `result` raises: BucketRefused, TransportUnavailable, ManifestMismatch, NoUpdate.
+        """
+        operation = operations.weights_stage_bucket(update_id, bucket, size=size, pieces=pieces, handle=handle, xxh3=xxh3, content=content)
+        return CallHandle(self._call(operation), operation)
+
+    def weights_join_group(
+        self, update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None = None
+    ) -> CallHandle:
+        """Let the engine host join a process group of two as rank 1; its store is at `host`:`port`. Returns what to wait for."""
+        operation = operations.weights_join_group(update_id, host=host, port=port, backend=backend, timeout_s=timeout_s, device=device)
+        return CallHandle(self._call(operation), operation)
 
     def weights_commit(
         self,

@@ -187,12 +187,12 @@ class Connection:
                 self._io.thread.join(CLOSE_WAIT_S)
 
 
-def wait_blocking(pending: Pending) -> None:
-    """Wait in this thread for an outcome; a KeyboardInterrupt gets through at once. Blocks."""
+def wait_blocking(pending: Pending, timeout_s: float | None = None) -> bool:
+    """Wait in this thread for an outcome; a KeyboardInterrupt gets through at once. Returns whether it is there. Blocks."""
     woken = threading.Event()
     listener = pending.listen(woken.set)
     try:
-        woken.wait()
+        return woken.wait(timeout_s)
     finally:
         pending.unlisten(listener)
 

@@ -188,6 +188,28 @@ def weights_stage_file(update_id: str, path: str, *, size: int, xxh3: str | None
     return Operation(op=Op.WEIGHTS_STAGE_FILE, read=_nothing, fields=fields, control=True)
 
 
+def weights_stage_bucket(
+    update_id: str,
+    bucket: int,
+    *,
+    size: int,
+    pieces: Sequence[Mapping[str, Any]],
+    handle: Mapping[str, Any],
+    xxh3: str | None,
+    content: np.ndarray | None,
+) -> Operation[None]:
+    """Let the engine host take a bucket's tensors."""
+    fields = {"update_id": update_id, "bucket": bucket, "size": size, "pieces": list(pieces), "handle": dict(handle), "xxh3": xxh3}
+    arrays = {} if content is None else {"content": content}
+    return Operation(op=Op.WEIGHTS_STAGE_BUCKET, read=_nothing, fields=fields, arrays=arrays, control=True)
+
+
+def weights_join_group(update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None) -> Operation[None]:
+    """Let the engine host join a process group of two as rank 1."""
+    fields = {"update_id": update_id, "host": host, "port": port, "backend": backend, "timeout_s": float(timeout_s), "device": device}
+    return Operation(op=Op.WEIGHTS_JOIN_GROUP, read=_nothing, fields=fields, control=True)
+
+
 def _report(packet: Packet) -> UpdateReport:
     body = packet.body
     assert isinstance(body, WeightsReport)

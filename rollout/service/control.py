@@ -43,6 +43,10 @@ from rollout.wire.messages import (
     WeightsStageFile,
     WeightsUpdateRef,
 )
+from rollout.wire.weight_handles import WeightsJoinGroup, WeightsStageBucket
+
+# A trainer waits for answers long before; this only bounds what one that does not can pile up in the host.
+MAX_OPEN_STAGES = 32
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class OpenUpdate:
     restore: bool = False
     partial: bool = False
     committing: bool = False
+    staging: int = 0
 
 
 class ControlDesk:
@@ -266,12 +271,34 @@ class ControlDesk:
             )
         return update
 
-    def stage_file(self, session: Session, packet: Packet) -> None:
-        """Let the host take a file's tensors. Raises: NoUpdate."""
+    def stage(self, session: Session, packet: Packet) -> None:
+        """Let the host take a file's or a bucket's tensors, or join a group to get them by. Raises: NoUpdate, WeightUpdateError."""
         body = packet.body
-        assert isinstance(body, WeightsStageFile)
-        self._mine(session, body.update_id)
-        self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_STAGE_FILE, body.model_dump())
+        assert isinstance(body, (WeightsStageFile, WeightsStageBucket, WeightsJoinGroup))
+        update = self._mine(session, body.update_id)
+        if update.staging >= MAX_OPEN_STAGES:
+            raise WeightUpdateError(
+                f"{update.staging} files and buckets wait to be staged",
+                field="update_id",
+                value=update.staging,
+                limit=f"at most {MAX_OPEN_STAGES} at a time",
+                remedy="wait for answers before more is sent",
+            )
+        update.staging += 1
+
+        def answered(_: object) -> None:
+            update.staging -= 1
+
+        self._calls.pass_on(
+            session,
+            Channel.CONTROL,
+            packet.request_id,
+            packet.op,
+            body.model_dump(),
+            packet.arrays,
+            on_result=answered,
+            on_error=answered,
+        )
 
     def commit(self, session: Session, packet: Packet) -> None:
         """Let the host prove and publish, once the requests are as the mode asks. Raises: NoUpdate, WeightUpdateError."""

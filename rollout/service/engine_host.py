@@ -54,6 +54,7 @@ from rollout.wire.messages import (
     WeightsUpdateRef,
 )
 from rollout.wire.transport import Context, Peer, Poller
+from rollout.wire.weight_handles import WeightsJoinGroup, WeightsStageBucket
 
 if TYPE_CHECKING:
     from areno.config import EngineConfig
@@ -64,6 +65,7 @@ MAX_INBOUND_PER_TURN = 512
 EXIT_LOAD_FAILED = 3
 LOCK_WAIT_S = 2.0
 WAKE_AGAIN_S = 1.0
+AWAITED_WEIGHTS_S = 0.001
 EXIT_ENGINE_FAILED = 4
 
 
@@ -189,6 +191,8 @@ class EngineHost:
             Op.RESUME: self._resume,
             Op.UPDATE_OPEN: self._update_open,
             Op.WEIGHTS_STAGE_FILE: self._stage_file,
+            Op.WEIGHTS_STAGE_BUCKET: self._stage_bucket,
+            Op.WEIGHTS_JOIN_GROUP: self._join_group,
             Op.WEIGHTS_COMMIT: self._commit,
             Op.WEIGHTS_ABORT: self._abort,
             Op.SLEEP: self._sleep,
@@ -220,9 +224,13 @@ class EngineHost:
             self._outbox.flush(int(self._engine.version))
 
     def _timeout_s(self) -> float | None:
-        if self._can_step() or self._intake.busy or self._last.busy:
+        """Return how long to wait for messages: not while there is work, a moment while weights are on their way, else until a wake."""
+        if self._can_step() or self._last.busy or (self._intake.busy and not self._intake.waits):
             return 0.0
-        return None if self._wake_at is None else max(0.0, self._wake_at - time.monotonic())
+        waits = [AWAITED_WEIGHTS_S] if self._intake.busy else []
+        if self._wake_at is not None:
+            waits.append(max(0.0, self._wake_at - time.monotonic()))
+        return min(waits, default=None)
 
     def _can_step(self) -> bool:
         return not self._paused and not self._asleep and not self._outbox.full and bool(self._engine.has_work)
@@ -351,6 +359,14 @@ class EngineHost:
         body = packet.body
         assert isinstance(body, WeightsStageFile)
         self._intake.stage_file(packet.request_id, body.update_id, body.path, size=body.size, xxh3=body.xxh3)
+
+    def _stage_bucket(self, packet: Packet) -> None:
+        assert isinstance(packet.body, WeightsStageBucket)
+        self._intake.stage_bucket(packet.request_id, packet.body, packet.arrays.get("content"))
+
+    def _join_group(self, packet: Packet) -> None:
+        assert isinstance(packet.body, WeightsJoinGroup)
+        self._intake.join_group(packet.request_id, packet.body)
 
     def _answer_staged(self, staged: StagedFile) -> None:
         if staged.error is None:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from rollout.errors import InvalidRequest, plain_value
+from rollout.wire.fields import Count, Int64, Message, Name, Scalar, Text, Token16, Unsigned64
+from rollout.wire.weight_handles import WeightsJoinGroup, WeightsStageBucket
 
 
 class Op(enum.IntEnum):
@@ -54,6 +56,8 @@ class Op(enum.IntEnum):
     WEIGHTS_REPORT = 54
     WEIGHTS_ABORT = 55
     SHUTDOWN = 56
+    WEIGHTS_STAGE_BUCKET = 57
+    WEIGHTS_JOIN_GROUP = 58
     EVALUATE_BEGIN = 60
     EVALUATION = 61
     EVALUATE_END = 62
@@ -69,13 +73,6 @@ class Op(enum.IntEnum):
     UPDATE_OPEN = 86
 
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Unsigned64 = Annotated[int, Field(ge=0, lt=2**64)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Name = Annotated[str, Field(max_length=256)]
-Text = Annotated[str, Field(max_length=4096)]
-Token16 = Annotated[bytes, Field(min_length=16, max_length=16)]
-Scalar = bool | int | float | str | None
 EndingKind = Literal["stop", "length", "cancelled", "expired", "failed"]
 MAX_LIST = 100_000
 MAX_STOP_STRINGS = 16
@@ -86,12 +83,6 @@ MAX_BIAS_ENTRIES = 4096
 MAX_KEPT = 64
 # Detail of the ending that mode abort_requests gives: the client goes on with what it has as a new request.
 CANCELLED_BY_UPDATE = "update"
-
-
-class Message(BaseModel):
-    """Base of all bodies: exact types, finite numbers, no unknown field."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Nothing(Message):
@@ -501,6 +492,8 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.WEIGHTS_BEGIN: WeightsBegin,
     Op.WEIGHTS_TICKET: WeightsTicket,
     Op.WEIGHTS_STAGE_FILE: WeightsStageFile,
+    Op.WEIGHTS_STAGE_BUCKET: WeightsStageBucket,
+    Op.WEIGHTS_JOIN_GROUP: WeightsJoinGroup,
     Op.WEIGHTS_COMMIT: WeightsCommit,
     Op.WEIGHTS_REPORT: WeightsReport,
     Op.WEIGHTS_ABORT: WeightsUpdateRef,
@@ -582,6 +575,7 @@ ARRAYS: Mapping[Op, Mapping[str, ArraySpec]] = {
     Op.SCORE: {"ids": _IDS},
     Op.SCORED: {"token_logprobs": _FLOATS, "raw_logprobs": _FLOATS},
     Op.TOKENIZER_FILES_RESULT: {"content": ArraySpec(("|u1",))},
+    Op.WEIGHTS_STAGE_BUCKET: {"content": ArraySpec(("|u1",), required=False)},
     Op.WEIGHTS_COMMIT: {"canary_ids": _MAYBE_IDS, "canary_counts": ArraySpec(("<i8",), required=False), "canary_logprobs": _MAYBE_FLOATS},
     Op.STEP: {
         "accepted": _LONGS,
@@ -619,6 +613,8 @@ CONTROL_REQUESTS = frozenset(
         Op.RESUME,
         Op.WEIGHTS_BEGIN,
         Op.WEIGHTS_STAGE_FILE,
+        Op.WEIGHTS_STAGE_BUCKET,
+        Op.WEIGHTS_JOIN_GROUP,
         Op.WEIGHTS_COMMIT,
         Op.WEIGHTS_ABORT,
         Op.SHUTDOWN,
@@ -656,6 +652,8 @@ HOST_REQUESTS = frozenset(
         Op.RESUME,
         Op.UPDATE_OPEN,
         Op.WEIGHTS_STAGE_FILE,
+        Op.WEIGHTS_STAGE_BUCKET,
+        Op.WEIGHTS_JOIN_GROUP,
         Op.WEIGHTS_COMMIT,
         Op.WEIGHTS_ABORT,
         Op.SLEEP,

@@ -23,9 +23,10 @@ PUBLIC = {
     """,
     "trainer_bridge": """
         Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap
-        PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus ServiceOutage SourceClosed
-        SourceStats TrainingSample TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged after_step_hook collate
-        each_member group_advantages logprob_gap policy_loss sample_advantages samples_of token_logprobs
+        PendingPush PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus ServiceOutage
+        SourceClosed SourceStats TrainingSample TransportUnusable TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged
+        after_step_hook collate each_member group_advantages logprob_gap merge_lora policy_loss sample_advantages samples_of
+        token_logprobs
     """,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rollout.errors import RolloutError, error_class
 from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
@@ -17,17 +18,19 @@ OPERATIONS = {
     "INFO": 32, "INFO_RESULT": 33, "STATS": 34, "STATS_RESULT": 35, "TOKENIZER_FILES": 36, "TOKENIZER_FILES_RESULT": 37,
     "PAUSE": 48, "RESUME": 49, "WEIGHTS_BEGIN": 50, "WEIGHTS_TICKET": 51, "WEIGHTS_STAGE_FILE": 52, "WEIGHTS_COMMIT": 53,
     "WEIGHTS_REPORT": 54, "WEIGHTS_ABORT": 55, "SHUTDOWN": 56,
+    "WEIGHTS_STAGE_BUCKET": 57, "WEIGHTS_JOIN_GROUP": 58,
     "EVALUATE_BEGIN": 60, "EVALUATION": 61, "EVALUATE_END": 62, "SLEEP": 63, "WAKE": 64,
     "HOST_READY": 80, "HOST_FAILED": 81, "SUBMIT": 82, "STEP": 83, "STEP_ACK": 84, "KILL": 85, "UPDATE_OPEN": 86,
 }  # fmt: skip
 
 CODES = [
-    "address_in_use", "asleep", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable", "conflict",
-    "digest_mismatch", "drain_timeout", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed", "insecure_address",
-    "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights", "no_evaluation", "no_service",
-    "no_session", "no_update", "pause_held", "protocol_version", "request_error", "request_failed", "request_too_long", "rollout_error",
-    "server_restarted", "server_unavailable", "service_stopping", "unavailable", "unknown_operation", "unsupported_model",
-    "update_busy", "version_changed", "weight_update_failed", "weights_changed", "weights_file_refused", "weights_unchanged",
+    "address_in_use", "asleep", "bucket_refused", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable",
+    "conflict", "digest_mismatch", "drain_timeout", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed",
+    "insecure_address", "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights",
+    "no_evaluation", "no_service", "no_session", "no_update", "pause_held", "protocol_version", "request_error", "request_failed",
+    "request_too_long", "rollout_error", "server_restarted", "server_unavailable", "service_stopping", "transport_unavailable",
+    "unavailable", "unknown_operation", "unsupported_model", "update_busy", "version_changed", "weight_update_failed", "weights_changed",
+    "weights_file_refused", "weights_unchanged",
 ]  # fmt: skip
 
 GROUP_BYTES = [
@@ -185,3 +188,56 @@ def test_arrays_travel_little_endian_whatever_the_caller_has() -> None:
     strided = np.arange(6, dtype=np.int32)[::2]
     assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": big})[2]) == b"\1\0\0\0\2\0\0\0"
     assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": strided})[2]) == np.array([0, 2, 4], "<i4").tobytes()
+
+
+PIECE = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "start": 0, "count": 6, "offset": 0, "place": 0}
+
+
+@pytest.mark.parametrize(
+    ("handle", "arrays", "said"),
+    [
+        (
+            {"kind": "shared", "segment": "areno-push-7-9-00112233-1", "nonce": REQUEST_ID},
+            {},
+            "83a46b696e64a6736861726564a77365676d656e74b96172656e6f2d707573682d372d392d30303131323233332d31a56e6f6e6365c410"
+            "000102030405060708090a0b0c0d0e0f",
+        ),
+        ({"kind": "frames"}, {"content": np.arange(12, dtype=np.uint8)}, "81a46b696e64a66672616d6573"),
+        ({"kind": "group"}, {}, "81a46b696e64a567726f7570"),
+        (
+            {"kind": "cuda", "device": REQUEST_ID, "event": bytes(64), "allocations": [{"handle": b"\x01" * 64, "size": 4096}]},
+            {},
+            "84a46b696e64a463756461a6646576696365c410000102030405060708090a0b0c0d0e0fa56576656e74c440"
+            + "00" * 64
+            + "ab616c6c6f636174696f6e739182a668616e646c65c440"
+            + "01" * 64
+            + "a473697a65cd1000",
+        ),
+    ],
+)
+def test_a_bucket_of_weights_has_these_bytes(handle: dict[str, object], arrays: dict[str, np.ndarray], said: str) -> None:
+    fields = {"update_id": "u", "bucket": 3, "size": 12, "pieces": [PIECE], "handle": handle, "xxh3": None}
+    frames = [bytes(frame) for frame in encode(Op.WEIGHTS_STAGE_BUCKET, REQUEST_ID, fields, arrays)]
+    assert frames[0].hex() == "01003900000102030405060708090a0b0c0d0e0f"
+    before = (
+        "9286a97570646174655f6964a175a66275636b657403a473697a650ca67069656365739187a46e616d65a161a56474797065a862666c6f61743136a57368"
+        "617065920203a5737461727400a5636f756e7406a66f666673657400a5706c61636500a668616e646c65"
+    )
+    after = "a478786833c0" + ("91" + "93a7636f6e74656e74a37c7531910c" if arrays else "90")
+    assert frames[1].hex() == before + said + after
+    body = decode(frames, CONTROL_REQUESTS).body
+    assert body.model_dump() == fields
+    assert decode(frames, HOST_REQUESTS).body == body
+
+
+def test_joining_a_group_has_these_bytes() -> None:
+    fields = {"update_id": "u", "host": "h", "port": 4000, "backend": "gloo", "device": None, "timeout_s": 2.0}
+    frames = [bytes(frame) for frame in encode(Op.WEIGHTS_JOIN_GROUP, REQUEST_ID, fields)]
+    assert [frame.hex() for frame in frames] == [
+        "01003a00000102030405060708090a0b0c0d0e0f",
+        (
+            "9286a97570646174655f6964a175a4686f7374a168a4706f7274cd0fa0a76261636b656e64a4676c6f6fa6646576696365c0a974696d656f75745f73cb40"
+            "0000000000000090"
+        ),
+    ]
+    assert decode(frames, CONTROL_REQUESTS).body.model_dump() == fields

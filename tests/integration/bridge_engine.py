@@ -14,6 +14,8 @@ import numpy as np
 
 from areno import Engine
 from rollout.service.weight_intake import WeightIntake
+from rollout.wire.messages import parse_fields
+from rollout.wire.weight_handles import WeightsStageBucket
 from tests.engine_runs import Output, make_engine
 from trainer_bridge import TrainingSample, TurnSpan
 
@@ -28,17 +30,43 @@ class EngineWeights:
         self._updates = 0
 
     def info(self) -> Any:
-        return SimpleNamespace(version=self.engine.version, needs_weights=None, weights_dir=str(self.weights_dir), engine=self.engine.info)
+        return SimpleNamespace(
+            version=self.engine.version,
+            needs_weights=None,
+            weights_dir=str(self.weights_dir),
+            max_message_bytes=2**20,
+            engine=self.engine.info,
+        )
 
-    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None, restore: int | None = None) -> Any:
+    def weights_begin(
+        self,
+        manifest: Mapping[str, Any] | None,
+        *,
+        trainer_step: int | None = None,
+        restore: int | None = None,
+        partial: bool = False,
+    ) -> Any:
         specs = None if manifest is None else {name: (spec["dtype"], tuple(spec["shape"])) for name, spec in manifest.items()}
         self._updates += 1
         version = self.engine.version + 1
-        self.intake.begin(str(self._updates), version, specs, partial=False)
+        self.intake.begin(str(self._updates), version, specs, partial=partial)
         return SimpleNamespace(update_id=str(self._updates), version=version)
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
         self.intake.stage_file(b"call", update_id, path, size=size, xxh3=xxh3)
+        self._finish()
+
+    def weights_stage_bucket(self, update_id: str, bucket: int, *, content: np.ndarray | None = None, **fields: Any) -> Any:
+        body = parse_fields(WeightsStageBucket, {"update_id": update_id, "bucket": bucket, **fields})
+        assert isinstance(body, WeightsStageBucket)
+        self.intake.stage_bucket(b"call", body, content)
+        self._finish()
+        return SimpleNamespace(result=lambda timeout_s=None: None)
+
+    def weights_join_group(self, update_id: str, **fields: Any) -> Any:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
         while (staged := self.intake.advance()) is None:
             pass
         if staged.error is not None:

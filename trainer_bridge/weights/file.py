@@ -1,7 +1,7 @@
 """The weights' way through a shared disk: one safetensors file for each bucket of tensors.
 
-`push.WeightPush` hands buckets over; the service opens the files below its own weights folder. Invariant: a file that has
-its final name is complete and on disk, and none outlives its push. The format holds no code.
+The service opens the files below its own weights folder. Invariant: a file that has its final name is complete and on disk,
+and none outlives its update. The format holds no code.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from safetensors.torch import save
 
 from trainer_bridge.errors import PushError
+from trainer_bridge.weights.transport import Bucket, BucketClient, reached, unusable
 
 PREFIX = "push-"
 SUFFIX = ".safetensors"
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+ONE_DISK = "start the service with --weights-dir on a disk that trainer and service both see"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +45,11 @@ class WeightFolder:
         self._folder = Path(folder)
         self._written: list[Path] = []
         if not self._folder.is_dir():
-            raise PushError(
-                f"the weights folder {self._folder} is not there",
-                field="weights_dir",
-                value=str(self._folder),
-                limit="the file transport needs a folder that trainer and service both see",
-                remedy="start the service with --weights-dir on a shared disk",
-            )
+            raise unusable("file", f"the weights folder {self._folder} is not there", ONE_DISK, value=str(self._folder))
 
     def write(self, update_id: str, tensors: Mapping[str, torch.Tensor]) -> StagedFile:
         """Write one bucket under a temporary name, sync it to disk, rename it. Blocks: on the disk."""
-        payload = save(dict(tensors))
+        payload = save({name: tensor.cpu() for name, tensor in tensors.items()})
         label = re.sub(r"[^A-Za-z0-9]", "", update_id)[:40]
         path = self._folder / f"{PREFIX}{label}-{len(self._written):05d}-{secrets.token_hex(4)}{SUFFIX}"
         temporary = path.with_name(path.name + ".tmp")
@@ -92,3 +90,39 @@ class WeightFolder:
         for path in self._folder.glob(f"{PREFIX}*"):
             if path not in self._written and path.name.endswith((SUFFIX, SUFFIX + ".tmp")):
                 path.unlink(missing_ok=True)
+
+
+class FileTransport:
+    """One file for each bucket, removed as soon as it is staged."""
+
+    name = "file"
+
+    def __init__(self, client: BucketClient, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, probe: bool = False) -> None:
+        self._client, self.bucket_bytes, self._probe = client, bucket_bytes, probe
+        self.reason = "asked for"
+        self._folder: WeightFolder | None = None
+        self._update_id = ""
+
+    def open(self, info: Any, update_id: str) -> None:
+        """Remove what dead pushes left; with `probe`, let the service open an empty file. Raises: TransportUnusable."""
+        self._folder, self._update_id = WeightFolder(info.weights_dir), update_id
+        self._folder.remove_leftovers()
+        if self._probe:
+            reached("file", lambda: self.send({}), ONE_DISK)
+
+    def send(self, bucket: Bucket) -> None:
+        """Write a bucket and wait until it is staged. Blocks: on the disk and the service."""
+        assert self._folder is not None, "a transport is opened first"
+        try:
+            file = self._folder.write(self._update_id, bucket)
+            self._client.weights_stage_file(self._update_id, str(file.path), size=file.size, xxh3=file.xxh3)
+        finally:
+            self._folder.remove_written()
+
+    def close(self) -> None:
+        """All is staged already."""
+
+    def abort(self) -> None:
+        """Remove the files of this update."""
+        if self._folder is not None:
+            self._folder.remove_written()

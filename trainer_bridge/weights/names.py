@@ -1,8 +1,8 @@
 """Which of a trainer's tensors go to the service, under which names, in which form.
 
 `push.WeightPush` streams a trainer's named parameters through `serving_tensors`. Names are those of the Hugging Face model;
-wrappers' additions are taken off. Invariant: every tensor that leaves is whole, contiguous, on the CPU, finite, in the
-serving dtype, under a name that comes once.
+wrappers' additions are taken off. Invariant: every tensor that leaves is whole, contiguous, finite, in the serving
+dtype, under a name that comes once.
 """
 
 from __future__ import annotations
@@ -13,31 +13,41 @@ import torch
 
 from trainer_bridge.errors import UnpushableTensor
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# What wrappers call the module that they wrap; found anywhere in a name.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Of wrappers too, and names that a model may use itself further inside: taken off at the front only.
+_OUTER = frozenset({"module", "model"})
 HEAD = "lm_head.weight"
+# What an adapter library puts before the names of the model that it wraps.
+PEFT_PREFIX = "base_model.model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def plain_name(name: str) -> str:
-    """Return the name without what DDP (`module.`), torch.compile (`_orig_mod.`) and other wrappers add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    """Return the name that the plain Hugging Face model has for a tensor of a wrapped one.
+
+    `_orig_mod.` (torch.compile) and the like go wherever they stand, `module.` (DDP) and repeated `model.` (a module that holds
+    the model) at the front, in any nesting; the head has no prefix.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    inner = next((index for index, part in enumerate(parts[:-1]) if part not in _OUTER), len(parts) - 1)
+    outer, rest = parts[:inner], parts[inner:]
+    return ".".join(["model", *rest] if "model" in outer and rest[0] != "lm_head" else rest)
 
 
 def ties_head(model: torch.nn.Module | None) -> bool:
     """Return whether the model's head is its embedding, by its config or because both are one parameter."""
     if model is None:
         return False
-    inner = model
-    while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), torch.nn.Module):
-        inner = wrapped
-    if getattr(getattr(inner, "config", None), "tie_word_embeddings", False):
-        return True
-    names = {plain_name(name): parameter for name, parameter in inner.named_parameters(remove_duplicate=False)}
+    # The outermost module with a config is the model that is served; what wraps it has none.
+    for module in model.modules():
+        tied = getattr(getattr(module, "config", None), "tie_word_embeddings", None)
+        if tied is not None:
+            if tied:
+                return True
+            break
+    names = {plain_name(name).removeprefix(PEFT_PREFIX): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     head = names.get(HEAD)
     return head is not None and any(parameter is head for name, parameter in names.items() if name != HEAD)
 
@@ -57,7 +67,7 @@ def _check(name: str, tensor: object) -> torch.Tensor:
             field=name,
             value=name,
             limit="the service holds one merged model",
-            remedy="merge the adapter into its base and push the merged model's named parameters",
+            remedy="push the model itself (push() merges its adapters), or merge_lora(base, a, b, scale) under the base's name",
         )
     if not tensor.is_floating_point():
         raise UnpushableTensor(
@@ -70,10 +80,18 @@ def _check(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite, in one pass and without a mask in memory."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def serving_tensors(
     named_parameters: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype, head_is_tied: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as the service must store them. A tied head is left out.
+    """Yield (name, tensor) as the service must store them, on the device where they are. A tied head is left out.
 
     Raises: UnpushableTensor for adapters, other dtypes, non-finite values, and names that come twice.
     """
@@ -92,8 +110,8 @@ def serving_tensors(
         seen[name] = full_name
         if name == HEAD and head_is_tied:
             continue
-        served = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        if not bool(torch.isfinite(served).all()):
+        served = tensor.detach().to(dtype=dtype).contiguous()
+        if not _is_finite(served):
             raise UnpushableTensor(
                 f"{name} holds {int((~torch.isfinite(served)).sum())} non-finite values",
                 field=name,

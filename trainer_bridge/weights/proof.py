@@ -37,7 +37,10 @@ def default_canary_ids(num_ids: int, max_len: int, *, count: int = 3, length: in
 
 @contextlib.contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Run the block in eval mode without gradients; then restore each module's mode and all random states it may use."""
+    """Run the block in eval mode without gradients; then restore each module's mode and all random states it may use.
+
+    Modules that gathered their shards for the forward (FSDP2) give them up again.
+    """
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -47,6 +50,9 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+                reshard = getattr(module, "reshard", None)
+                if callable(reshard) and callable(getattr(module, "unshard", None)):
+                    reshard()
 
 
 def model_canaries(

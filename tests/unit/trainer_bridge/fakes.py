@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno.weights.digest import digest
-from rollout.errors import WeightsChanged
+from rollout.errors import TransportUnavailable, WeightsChanged
 from trainer_bridge.samples import SampleStatus, TrainingSample
 from trainer_bridge.turns import TurnSpan
 
@@ -76,7 +76,7 @@ class TinyNet(torch.nn.Module):
 
 @dataclass
 class FakeWeightService:
-    """The weight operations of the blocking client, on a dictionary; checks digests as the real one does."""
+    """The weight operations of the blocking client, on a dictionary; checks digests as the real one does. It takes files alone."""
 
     weights_dir: Path
     dtype: str = "float32"
@@ -90,6 +90,7 @@ class FakeWeightService:
     commit_mode: tuple[str, float] | None = None
     restoring: bool = False
     lost_digests: dict[str, int] = field(default_factory=dict)
+    partial: list[bool] = field(default_factory=list)
     staged: dict[str, torch.Tensor] | None = None
     needs_weights: int | None = None
 
@@ -99,32 +100,54 @@ class FakeWeightService:
             raise self.fail_at[operation]
 
     def info(self) -> Any:
-        engine = SimpleNamespace(dtype=self.dtype, num_valid_ids=32, max_model_len=64)
+        engine = SimpleNamespace(dtype=self.dtype, num_valid_ids=32, max_model_len=64, num_parameters=512, device="cpu")
         if "info" in self.fail_at:
             raise self.fail_at["info"]
         health = "ready" if self.needs_weights is None else "needs_weights"
         return SimpleNamespace(
-            health=health, version=self.version, needs_weights=self.needs_weights, weights_dir=str(self.weights_dir), engine=engine
+            health=health,
+            version=self.version,
+            needs_weights=self.needs_weights,
+            weights_dir=str(self.weights_dir),
+            max_message_bytes=2**20,
+            engine=engine,
         )
 
     def lose_weights(self, *, folder: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start again from the folder's tensors, as a service does whose engine host died."""
         self.tensors, self.needs_weights = dict(folder or {}), self.version
 
-    def weights_begin(self, manifest: Mapping[str, Any] | None, *, trainer_step: int | None = None, restore: int | None = None) -> Any:
+    def weights_begin(
+        self,
+        manifest: Mapping[str, Any] | None,
+        *,
+        trainer_step: int | None = None,
+        restore: int | None = None,
+        partial: bool = False,
+    ) -> Any:
         self._reach("begin" if restore is None else "restore")
         assert restore in (None, self.needs_weights)
         self.manifests.append(manifest)
+        self.partial.append(partial)
         self.staged, self.restoring = {}, restore is not None
         return SimpleNamespace(update_id=f"update-{trainer_step}", version=self.version + (restore is None))
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
-        self._reach("stage")
         assert Path(path).stat().st_size == size
+        tensors = load_file(path)
+        if not tensors:
+            return  # whether the service sees the folder at all
+        self._reach("stage")
         if self.on_stage is not None:
             self.on_stage(Path(path))
         assert self.staged is not None
-        self.staged.update(load_file(path))
+        self.staged.update(tensors)
+
+    def weights_stage_bucket(self, update_id: str, bucket: int, **_: Any) -> Any:
+        raise TransportUnavailable("a dictionary has no memory of others", limit="it takes files", remedy="write files")
+
+    def weights_join_group(self, update_id: str, **_: Any) -> Any:
+        raise TransportUnavailable("a dictionary joins no group", limit="it takes files", remedy="write files")
 
     def weights_commit(
         self, update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[Any] = (), mode: str = "", drain_s: float = 0.0

@@ -1,0 +1,189 @@
+"""Buckets that a trainer broadcasts in a process group of two: its rank 0, and this engine host as rank 1.
+
+The group has a store of its own, which the trainer keeps, and nothing to do with the ranks that train or serve. Joining and
+receiving block, so each runs in a thread of its own while the engine steps on. Raw bytes travel, never objects. NCCL needs a
+device for each process: two on one wait for each other for ever, so that is refused. Invariant: a broadcast that does not
+come ends with the group's time-out, and the group ends with its update.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import TransportUnavailable
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, Steps, device_uuid, refused
+from rollout.wire.weight_handles import TensorPiece, WeightsJoinGroup, WeightsStageBucket
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "areno-weights"
+MAX_CAUSE = 500
+ENGINE_RANK, GROUP_SIZE = 1, 2
+
+
+def _unavailable(what: str, why: str) -> TransportUnavailable:
+    return TransportUnavailable(
+        what, field="backend", limit=why, remedy="choose another transport, or let the engine host reach the trainer's host and port"
+    )
+
+
+class _Background:
+    """A function in a daemon thread, and how it ended."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), name="weight-group", daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            self.value = function()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def cause(self) -> str:
+        """The error in words."""
+        return f"{type(self.error).__name__}: {str(self.error)[:MAX_CAUSE]}"
+
+    def wait(self) -> Steps:
+        """Yield until it has ended."""
+        while self._thread.is_alive():
+            yield True
+
+
+def local_address(host: str, port: int) -> str:
+    """Return the address by which this machine reaches a host. Raises: OSError."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+class GroupLink:
+    """The open update's group; `join` makes it. `device` is the engine's."""
+
+    def __init__(self, body: WeightsJoinGroup, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise _unavailable("the engine host has no torch.distributed", "its torch was built without it")
+        if body.backend == "nccl":
+            if device.type != "cuda" or not dist.is_nccl_available():
+                raise _unavailable("NCCL cannot be used", f"the engine runs on {device.type}")
+            if body.device == device_uuid(device):
+                raise _unavailable("NCCL is refused", "trainer and engine share one device, where NCCL waits for ever")
+        self._body, self._device = body, device if body.backend == "nccl" else torch_cpu()
+        self._timeout = datetime.timedelta(seconds=body.timeout_s)
+        self._group: Any = None
+        self._buffer: torch.Tensor | None = None
+
+    def join(self) -> Steps:
+        """Join, yielding meanwhile. Raises: TransportUnavailable."""
+        task = _Background(self._connect)
+        yield from task.wait()
+        if task.error is not None:
+            raise _unavailable(
+                f"the group at {self._body.host}:{self._body.port} cannot be joined",
+                task.cause,
+            )
+        self._group = task.value
+
+    def _connect(self) -> Any:
+        import torch.distributed as dist
+
+        body = self._body
+        store = dist.TCPStore(body.host, body.port, GROUP_SIZE, is_master=False, timeout=self._timeout)
+        prefixed = dist.PrefixStore(PREFIX, store)
+        if body.backend == "nccl":
+            import torch
+
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            with torch.cuda.device(self._device):
+                return dist.ProcessGroupNCCL(prefixed, ENGINE_RANK, GROUP_SIZE, options)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=local_address(body.host, body.port))]
+        options._timeout = self._timeout
+        return gloo(prefixed, ENGINE_RANK, GROUP_SIZE, options)
+
+    def receive(self, bucket: int, size: int) -> Steps:
+        """Take the next broadcast into the buffer, yielding meanwhile. Raises: BucketRefused."""
+        import torch
+
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        task = _Background(lambda: self._broadcast(size))
+        yield from task.wait()
+        if task.error is not None:
+            raise refused(
+                bucket,
+                "its broadcast did not come",
+                task.cause,
+                "see whether the trainer lives, then begin a new update",
+            )
+
+    def _broadcast(self, size: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        assert self._buffer is not None, "the buffer is made before its broadcast"
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([self._buffer[:size]], options).wait(self._timeout)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def values(self, dtype: str, offset: int, count: int) -> torch.Tensor:
+        """Return elements of the last broadcast."""
+        import torch
+
+        assert self._buffer is not None, "a bucket is received before it is read"
+        return self._buffer[offset : offset + count * ITEM_BYTES[dtype]].view(getattr(torch, dtype))
+
+    def close(self) -> None:
+        """Leave the group; a broadcast under way ends with an error."""
+        group, self._group, self._buffer = self._group, None, None
+        abort = getattr(group, "abort", None)
+        if abort is not None:
+            abort()
+
+
+def torch_cpu() -> torch.device:
+    """Return the host as a device."""
+    import torch
+
+    return torch.device("cpu")
+
+
+class GroupSource:
+    """One bucket that comes by broadcast. Raises: TransportUnavailable without a group."""
+
+    slice_bytes = HOST_SLICE_BYTES
+
+    def __init__(self, body: WeightsStageBucket, link: GroupLink | None) -> None:
+        if link is None:
+            raise _unavailable(f"bucket {body.bucket} is to come by broadcast", "no group was joined in this update")
+        self._body, self._link = body, link
+
+    def prepare(self) -> Steps:
+        """Take the broadcast. Raises: BucketRefused."""
+        if self._body.size:
+            yield from self._link.receive(self._body.bucket, self._body.size)
+
+    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:
+        """Return elements of a piece, in the buffer."""
+        return self._link.values(piece.dtype, piece.offset + first * ITEM_BYTES[piece.dtype], count)
+
+    def finish(self) -> None:
+        """The buffer is the next bucket's."""
+
+    def close(self) -> None:
+        """The group lives as long as its update."""

@@ -1,0 +1,285 @@
+"""Weights on their way into the engine, whatever brings them: taken piece by piece between the engine's steps.
+
+The engine host owns one intake and calls `advance` once per turn of its loop, which does one bounded piece of work (a
+piece of a hash, a few MiB of a tensor), so decoding goes on meanwhile. A bucket is known by its number within the update:
+one that is staged already is answered at once, so a trainer that lost an answer may send it again.
+
+    stage_file    files.py      safetensors below the weights folder
+    stage_bucket  segments.py   shared memory        frames.py    bytes in the message
+                  group.py      a process group      cuda_ipc.py  the trainer's device memory
+
+Invariant: every call gets one answer, also when its update ends before it was done; nothing of an update outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import xxhash
+
+from rollout.errors import BucketRefused, NoUpdate, UpdateBusy, WeightUpdateError
+from rollout.service.weight_intake.cuda_ipc import CudaImports, CudaSource
+from rollout.service.weight_intake.files import open_weights_file, read_tensors
+from rollout.service.weight_intake.frames import FramesSource
+from rollout.service.weight_intake.group import GroupLink, GroupSource
+from rollout.service.weight_intake.pieces import BucketSource, HostBounce, Steps, check_pieces, stage_pieces
+from rollout.service.weight_intake.segments import PinnedSegments, SegmentSource
+from rollout.wire.weight_handles import CudaHandle, GroupHandle, SharedHandle, WeightsJoinGroup, WeightsStageBucket
+
+if TYPE_CHECKING:
+    import torch
+
+# A trainer sends a few buckets ahead; the bytes of these wait here.
+MAX_QUEUED_BYTES = 2**28
+
+
+class UpdatableEngine(Protocol):
+    """What the intake needs of an engine."""
+
+    def begin_update(self, manifest: Mapping[str, Any] | None, *, version: int, partial: bool = False) -> None: ...
+    def stage(self, name: str, tensor: torch.Tensor) -> None: ...
+    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
+    def settle_slices(self) -> None: ...
+    def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> Any: ...
+    def abort_update(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """The end of one staging call, of a file or a bucket: the call to answer, and what went wrong if something did."""
+
+    call_id: bytes
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One staging call; `release` frees what it holds. `bucket` is its number and fingerprint, `num_bytes` what waits in memory."""
+
+    call_id: bytes
+    steps: Steps
+    release: Callable[[], None]
+    bucket: tuple[int, bytes] | None = None
+    num_bytes: int = 0
+
+    def close(self) -> None:
+        self.steps.close()
+        self.release()
+
+
+class WeightIntake:
+    """Owns the open update on the engine's side; see the module."""
+
+    def __init__(self, engine: UpdatableEngine, weights_dir: Path) -> None:
+        self._engine, self._folder = engine, weights_dir
+        self._update_id: str | None = None
+        self._jobs: deque[_Job] = deque()
+        # Calls whose staging ended with their update; `advance` reports them.
+        self._dropped: deque[StagedFile] = deque()
+        self._staged: dict[int, bytes] = {}
+        self._device: torch.device | None = None
+        self._bounce: HostBounce | None = None
+        self._group: GroupLink | None = None
+        self._imports: CudaImports | None = None
+        self._pinned: PinnedSegments | None = None
+        # Whether the oldest job can do nothing but wait.
+        self.waits = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether `advance` has something to do."""
+        return bool(self._jobs or self._dropped)
+
+    def begin(self, update_id: str, version: int, manifest: Mapping[str, tuple[str, tuple[int, ...]]] | None, *, partial: bool) -> None:
+        """Open an update. Raises: UpdateBusy, and what the engine refuses."""
+        if self._update_id is not None:
+            raise UpdateBusy(f"update {self._update_id} is open", value=self._update_id, remedy="commit or abort it first")
+        specs = None
+        if manifest is not None:
+            from areno.weights.names import TensorSpec
+
+            specs = {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in manifest.items()}
+        self._engine.begin_update(specs, version=version, partial=partial)
+        self._update_id = update_id
+
+    def _mine(self, update_id: str) -> None:
+        if update_id != self._update_id:
+            raise NoUpdate(f"update {update_id!r} is not open", field="update_id", value=update_id, remedy="open one with weights_begin")
+
+    def stage_file(self, call_id: bytes, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
+        """Queue a file; `advance` stages it and reports. Raises: NoUpdate, WeightsFileRefused."""
+        self._mine(update_id)
+        fd = open_weights_file(self._folder, path, size)
+        self._jobs.append(_Job(call_id, self._stage_tensors(fd, path, size, xxh3), lambda: os.close(fd)))
+
+    def _stage_tensors(self, fd: int, path: str, size: int, xxh3: str | None) -> Steps:
+        tensors = yield from read_tensors(fd, path, size, xxh3)
+        for name, tensor in tensors.items():
+            self._engine.stage(name, tensor)
+            yield False
+
+    def stage_bucket(self, call_id: bytes, body: WeightsStageBucket, content: np.ndarray | None) -> None:
+        """Queue a bucket; `advance` stages it and reports. Raises: NoUpdate, BucketRefused, TransportUnavailable."""
+        self._mine(body.update_id)
+        check_pieces(body)
+        source = self._source(body, content)
+        fingerprint = xxhash.xxh3_128_digest(repr((body.size, body.pieces, body.xxh3)).encode())
+        queued = 0 if content is None else content.nbytes
+        if queued and queued + sum(job.num_bytes for job in self._jobs) > MAX_QUEUED_BYTES:
+            raise BucketRefused(
+                f"bucket {body.bucket} of {queued} bytes comes while others wait",
+                field="bucket",
+                value=body.bucket,
+                limit=f"at most {MAX_QUEUED_BYTES} bytes wait to be staged",
+                remedy="wait for answers before more is sent",
+            )
+        self._jobs.append(_Job(call_id, self._stage_bucket(body, fingerprint, source), source.close, (body.bucket, fingerprint), queued))
+
+    def join_group(self, call_id: bytes, body: WeightsJoinGroup) -> None:
+        """Queue the joining of a process group; `advance` reports. Raises: NoUpdate, TransportUnavailable."""
+        self._mine(body.update_id)
+        link = GroupLink(body, self._engine_device())
+
+        def steps() -> Steps:
+            yield from link.join()
+            if self._group is not None:
+                self._group.close()
+            self._group = link
+
+        self._jobs.append(_Job(call_id, steps(), lambda: None))
+
+    def _engine_device(self) -> torch.device:
+        if self._device is None:
+            import torch
+
+            self._device = torch.device(getattr(getattr(self._engine, "info", None), "device", "cpu"))
+        return self._device
+
+    def _source(self, body: WeightsStageBucket, content: np.ndarray | None) -> BucketSource:
+        handle, device = body.handle, self._engine_device()
+        if isinstance(handle, GroupHandle):
+            return GroupSource(body, self._group)
+        if isinstance(handle, CudaHandle):
+            if self._imports is None:
+                self._imports = CudaImports(device)
+            return CudaSource(body, handle, self._imports)
+        if self._bounce is None:
+            self._bounce = HostBounce(pinned=device.type == "cuda")
+        if isinstance(handle, SharedHandle):
+            if self._pinned is None and device.type == "cuda":
+                self._pinned = PinnedSegments()
+            return SegmentSource(body, handle, self._bounce, self._pinned)
+        return FramesSource(body, content, self._bounce)
+
+    def _stage_bucket(self, body: WeightsStageBucket, fingerprint: bytes, source: BucketSource) -> Steps:
+        known = self._staged.get(body.bucket)
+        if known is not None and known != fingerprint:
+            raise BucketRefused(
+                f"bucket {body.bucket} was staged with other tensors",
+                field="bucket",
+                value=body.bucket,
+                limit="a number names one bucket of an update",
+                remedy="number buckets one by one, and send a bucket again as it was",
+            )
+        if known is None:
+            yield from stage_pieces(self._engine, body, source, self._engine_device())
+
+    def advance(self) -> StagedFile | None:
+        """Do one piece of the oldest job; return its end when it ended."""
+        if self._dropped:
+            return self._dropped.popleft()
+        if not self._jobs:
+            return None
+        job = self._jobs[0]
+        error: Exception | None = None
+        self.waits = False
+        try:
+            self.waits = next(job.steps)
+            return None
+        except StopIteration:
+            if job.bucket is not None:
+                number, fingerprint = job.bucket
+                self._staged[number] = fingerprint
+        except Exception as raised:
+            error = raised
+        self._jobs.popleft().close()
+        return StagedFile(job.call_id, error)
+
+    def commit(
+        self,
+        update_id: str,
+        digests: Mapping[str, int] | None,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        logprobs: np.ndarray,
+        temperatures: Sequence[float],
+    ) -> Any:
+        """Prove and publish the update; it is closed afterwards in any case. Returns the engine's report.
+
+        Shapes: `counts` [C] tokens of each canary; `ids` [sum counts]; `logprobs` [sum counts - C]; `temperatures` [C].
+        """
+        self._mine(update_id)
+        try:
+            if self._jobs:
+                raise WeightUpdateError(
+                    f"{len(self._jobs)} files or buckets are still being staged", remedy="wait for their answers before the commit"
+                )
+            return self._engine.commit_update(digests=digests, canaries=_canaries(ids, counts, logprobs, temperatures))
+        except BaseException:
+            self._engine.abort_update()
+            raise
+        finally:
+            self._close()
+
+    def abort(self, update_id: str) -> None:
+        """Drop the update if it is this one; what was being staged ends with it."""
+        if update_id == self._update_id:
+            self._close()
+            self._engine.abort_update()
+
+    def _close(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            job.close()
+            error = NoUpdate("the update ended before this was staged", field="update_id", value=self._update_id)
+            self._dropped.append(StagedFile(job.call_id, error))
+        self._staged.clear()
+        self._bounce = None
+        if self._group is not None:
+            self._group.close()
+        if self._imports is not None:
+            self._imports.close()
+        if self._pinned is not None:
+            self._pinned.close()
+        self._group = self._imports = self._pinned = None
+        self.waits = False
+        self._update_id = None
+
+
+def _canaries(ids: np.ndarray, counts: np.ndarray, logprobs: np.ndarray, temperatures: Sequence[float]) -> list[Any]:
+    if not counts.size and not temperatures:
+        return []
+    from areno.weights.update import Canary
+
+    if (counts < 2).any() or counts.size != len(temperatures) or counts.sum() != ids.size or logprobs.size != ids.size - counts.size:
+        raise WeightUpdateError(
+            f"{counts.size} canaries with {ids.size} ids and {logprobs.size} log-probabilities do not fit",
+            field="canaries",
+            limit="each has 2 or more ids, one log-probability fewer, and a temperature",
+            remedy="pass CanarySpec values",
+        )
+    ends = np.cumsum(counts)
+    return [
+        Canary(
+            ids=ids[end - count : end].astype(np.int64),
+            expected_logprobs=logprobs[end - count - index : end - index - 1],
+            temperature=float(temperatures[index]),
+        )
+        for index, (end, count) in enumerate(zip(ends.tolist(), counts.tolist()))
+    ]

@@ -1,0 +1,123 @@
+"""Buckets in general: what may be announced, and how the pieces of one reach the engine.
+
+`intake` calls `check_pieces` when a bucket is announced and steps through `stage_pieces` between the engine's steps. Invariant:
+the slices of a tensor that the engine gets have the same bounds whenever a bucket comes again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.errors import BucketRefused
+from rollout.wire.weight_handles import CudaHandle, TensorPiece, WeightsStageBucket
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Small enough for the caches and for a decode step to wait for; large enough that a slice's checks cost little beside its copy.
+HOST_SLICE_BYTES = 4 * 2**20
+# On a device that many launches, or bytes, are made between two looks at everything else.
+DEVICE_SLICES, DEVICE_BYTES = 8, 2**29
+# What a step yields: True where there is nothing to do but wait.
+Steps = Generator[bool, None, None]
+
+
+class SliceEngine(Protocol):
+    """What takes slices; on a device it may copy them later, at the latest in `settle_slices`."""
+
+    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
+    def settle_slices(self) -> None: ...
+
+
+class BucketSource(Protocol):
+    """Where a bucket's bytes are. `values` are readable until the next call; `slice_bytes` is the most that it gives at once."""
+
+    slice_bytes: int
+
+    def prepare(self) -> Steps: ...
+    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def refused(bucket: int, what: str, limit: str, remedy: str = "send the bucket again as it was announced") -> BucketRefused:
+    """Return the error for a bucket that is not what it says."""
+    return BucketRefused(f"bucket {bucket} is refused: {what}", field="bucket", value=bucket, limit=limit, remedy=remedy)
+
+
+def check_pieces(body: WeightsStageBucket) -> None:
+    """Check that every piece lies in its tensor and in its memory. Raises: BucketRefused."""
+    sizes = [one.size for one in body.handle.allocations] if isinstance(body.handle, CudaHandle) else [body.size]
+    for piece in body.pieces:
+        elements, item = math.prod(piece.shape), ITEM_BYTES[piece.dtype]
+        if piece.start + piece.count > elements:
+            raise refused(
+                body.bucket, f"{piece.name} has elements {piece.start} to {piece.start + piece.count}", f"its shape makes {elements}"
+            )
+        if piece.place >= len(sizes):
+            raise refused(body.bucket, f"{piece.name} lies in place {piece.place}", f"{len(sizes)} were announced")
+        if piece.offset % item or piece.offset + piece.count * item > sizes[piece.place]:
+            raise refused(
+                body.bucket,
+                f"{piece.name} lies in bytes {piece.offset} to {piece.offset + piece.count * item}",
+                f"offsets are multiples of {item}, and {sizes[piece.place]} bytes were announced",
+            )
+
+
+def stage_pieces(engine: SliceEngine, body: WeightsStageBucket, source: BucketSource, device: torch.device) -> Steps:
+    """Hand a bucket to the engine, yielding between bounded slices; on a device many are launched at a time.
+
+    Raises: BucketRefused, and what the engine refuses.
+    """
+    on_host = device.type == "cpu"
+    yield from _stage_slices(engine, body, source, slices=1 if on_host else DEVICE_SLICES, num_bytes=1 if on_host else DEVICE_BYTES)
+    source.finish()
+
+
+def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketSource, *, slices: int, num_bytes: int) -> Steps:
+    from areno.weights.names import TensorSpec
+
+    yield from source.prepare()
+    made = moved = 0
+    for piece in body.pieces:
+        item = ITEM_BYTES[piece.dtype]
+        spec = TensorSpec(dtype=piece.dtype, shape=tuple(piece.shape))
+        step = max(1, source.slice_bytes // item)
+        for first in range(0, piece.count, step):
+            count = min(step, piece.count - first)
+            engine.stage_slice(piece.name, source.values(piece, first, count), start=piece.start + first, spec=spec)
+            made, moved = made + 1, moved + count * item
+            if made >= slices or moved >= num_bytes:
+                made = moved = 0
+                yield False
+    engine.settle_slices()
+
+
+def device_uuid(device: torch.device) -> bytes:
+    """Return the UUID of a CUDA device, by which two processes know that they mean the same one."""
+    import uuid
+
+    import torch
+
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
+
+
+class HostBounce:
+    """A few MiB of host memory through which slices go; `view` says what they are."""
+
+    __slots__ = ("_bytes", "buffer")
+
+    def __init__(self, *, pinned: bool) -> None:
+        import torch
+
+        self._bytes = torch.empty(HOST_SLICE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = self._bytes.numpy().data
+
+    def view(self, dtype: str, count: int) -> torch.Tensor:
+        """Return the first `count` elements of what is in the buffer."""
+        import torch
+
+        return self._bytes[: count * ITEM_BYTES[dtype]].view(getattr(torch, dtype))

@@ -1,0 +1,104 @@
+"""How a bucket of weights is announced: which parts of which tensors lie where, and the handle that leads to the bytes.
+
+    bucket = `size` bytes, behind one handle          pieces = runs of elements of tensors, at byte offsets in them
+    shared   a segment of this machine's shared memory that the trainer made; the segment's head repeats bucket and nonce
+    frames   the bytes themselves, as the message's array `content`
+    cuda     memory of a CUDA device, by interprocess handles; offsets count from each allocation's base
+    group    the next broadcast in a process group that trainer and engine host have joined
+
+Pydantic bodies, read by the codec like all others. Invariant: nothing in here is a path, an address in memory or an object; a
+handle names bytes that the engine host can check before it takes them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollout.wire.fields import Count, Message, Name, Token16
+
+SEGMENT_PATTERN = r"^areno-push-[0-9]{1,10}-[0-9]{1,20}-[0-9a-f]{8,32}-[01]$"
+# A segment begins with this head: magic, bucket number, nonce; the bucket's bytes follow.
+SEGMENT_MAGIC = b"AREN0WB1"
+SEGMENT_HEAD_BYTES = 64
+MAX_PIECES = 65_536
+MAX_DIMENSIONS = 8
+MAX_ALLOCATIONS = 4_096
+CUDA_HANDLE_BYTES = 64
+
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FloatName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class TensorPiece(Message):
+    """Elements `start` to `start + count` of one tensor, flat in row-major order, at byte `offset` of allocation `place`."""
+
+    name: Name
+    dtype: FloatName
+    shape: Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]
+    start: Count
+    count: Annotated[int, Field(ge=1, lt=2**63)]
+    offset: Count
+    place: Count = 0
+
+
+class SharedHandle(Message):
+    """A file of this user in /dev/shm; `nonce` is in its head, so that another machine's file of that name is none."""
+
+    kind: Literal["shared"]
+    segment: Annotated[str, Field(pattern=SEGMENT_PATTERN)]
+    nonce: Token16
+
+
+class FramesHandle(Message):
+    """The bytes are in the message; their hash is needed."""
+
+    kind: Literal["frames"]
+
+
+class GroupHandle(Message):
+    """The bytes come by the group's next broadcast."""
+
+    kind: Literal["group"]
+
+
+class CudaAllocation(Message):
+    """One cudaMalloc allocation: its interprocess handle and size. The driver knows its base; pieces count from there."""
+
+    handle: Annotated[bytes, Field(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)]
+    size: Count
+
+
+class CudaHandle(Message):
+    """Device memory of the card `device` (its UUID), readable once the interprocess event `event` has passed."""
+
+    kind: Literal["cuda"]
+    device: Token16
+    event: Annotated[bytes, Field(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)]
+    allocations: Annotated[list[CudaAllocation], Field(max_length=MAX_ALLOCATIONS)]
+
+
+Handle = Annotated[SharedHandle | FramesHandle | GroupHandle | CudaHandle, Field(discriminator="kind")]
+
+
+class WeightsStageBucket(Message):
+    """Take a bucket; `bucket` numbers it within its update. A bucket without pieces asks whether the handle can be followed."""
+
+    update_id: Name
+    bucket: Count
+    size: Count
+    pieces: Annotated[list[TensorPiece], Field(max_length=MAX_PIECES)]
+    handle: Handle
+    xxh3: Xxh3 | None = None
+
+
+class WeightsJoinGroup(Message):
+    """Join a process group of two, as rank 1, whose store the trainer keeps at `host`:`port`."""
+
+    update_id: Name
+    host: Name
+    port: Annotated[int, Field(ge=1, lt=65536)]
+    backend: Literal["gloo", "nccl"]
+    device: Token16 | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=3600)]

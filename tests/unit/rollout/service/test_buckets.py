@@ -1,0 +1,216 @@
+"""Buckets of weights at the engine's end: what is not as announced is refused, what comes again does no harm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from areno.errors import ManifestMismatch
+from rollout.errors import BucketRefused, InvalidRequest, NoUpdate, TransportUnavailable
+from rollout.service.weight_intake import StagedFile, WeightIntake
+from rollout.wire.messages import parse_fields
+from rollout.wire.weight_handles import WeightsStageBucket
+from tests.fakes import TENSORS, FakeEngine
+from trainer_bridge.weights.memory import SHARED_FOLDER, Segment
+
+NONE = np.empty(0, np.int64)
+NO_CANARIES = (NONE, NONE, np.empty(0, np.float32), [])
+FIRST = {"name": "first.weight", "dtype": "float32", "shape": [4, 8], "start": 0, "count": 32, "offset": 0}
+SECOND = {"name": "second.weight", "dtype": "float32", "shape": [8, 2], "start": 0, "count": 16, "offset": 128}
+VALUES = np.arange(48, dtype=np.float32)
+CONTENT = VALUES.view(np.uint8)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment(f"areno-push-{os.getpid()}-0-{os.urandom(8).hex()}-0", 4096)
+    segment.label(0)
+    segment.memory[: CONTENT.size] = torch.from_numpy(CONTENT.copy())
+    yield segment
+    segment.remove()
+
+
+@pytest.fixture
+def intake(tmp_path: Path) -> WeightIntake:
+    intake = WeightIntake(FakeEngine(model="x"), tmp_path)
+    intake.begin("u", 1, None, partial=False)
+    return intake
+
+
+def announced(handle: dict[str, Any], **changes: Any) -> WeightsStageBucket:
+    fields = {"update_id": "u", "bucket": 0, "size": CONTENT.size, "pieces": [FIRST, SECOND], "handle": handle, **changes}
+    body = parse_fields(WeightsStageBucket, fields)
+    assert isinstance(body, WeightsStageBucket)
+    return body
+
+
+def in_frames(content: np.ndarray = CONTENT, **changes: Any) -> tuple[WeightsStageBucket, np.ndarray]:
+    return announced({"kind": "frames"}, **{"xxh3": xxhash.xxh3_64_hexdigest(CONTENT), **changes}), content
+
+
+def finish(intake: WeightIntake) -> StagedFile:
+    for _ in range(1000):
+        staged = intake.advance()
+        if staged is not None:
+            return staged
+    raise AssertionError("staging never ends")
+
+
+def staged(intake: WeightIntake, body: WeightsStageBucket, content: np.ndarray | None = None) -> Exception | None:
+    intake.stage_bucket(b"c", body, content)
+    return finish(intake).error
+
+
+def weights(intake: WeightIntake) -> dict[str, list[float]]:
+    intake.commit("u", None, *NO_CANARIES)
+    return {name: tensor.reshape(-1).tolist() for name, tensor in intake._engine._weights.items()}  # type: ignore[attr-defined]
+
+
+EXPECTED = {"first.weight": VALUES[:32].tolist(), "second.weight": VALUES[32:].tolist()}
+
+
+def test_a_segment_is_taken_between_steps_and_given_back(intake: WeightIntake, segment: Segment) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    intake.stage_bucket(b"c", announced(segment.handle()), None)
+    assert intake.busy and intake.advance() is None, "the first piece is not the end"
+    assert finish(intake) == StagedFile(b"c", None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert weights(intake) == EXPECTED
+
+
+def test_bytes_in_a_message_are_taken_in_pieces_and_any_order(intake: WeightIntake) -> None:
+    half = {**FIRST, "count": 16}, {**FIRST, "start": 16, "count": 16, "offset": 64}
+    for number, pieces in ((5, [SECOND, half[1]]), (2, [half[0]])):
+        assert staged(intake, *in_frames(bucket=number, pieces=pieces)) is None
+    assert weights(intake) == EXPECTED
+
+
+def test_a_bucket_that_comes_again_is_answered_at_once_whatever_its_segment_holds_by_now(intake: WeightIntake, segment: Segment) -> None:
+    assert staged(intake, announced(segment.handle())) is None
+    segment.label(2)
+    segment.memory.fill_(255)
+    assert staged(intake, announced(segment.handle())) is None
+    assert weights(intake) == EXPECTED
+
+
+def test_a_number_that_names_another_bucket_is_refused(intake: WeightIntake) -> None:
+    assert staged(intake, *in_frames()) is None
+    error = staged(intake, *in_frames(pieces=[FIRST]))
+    assert isinstance(error, BucketRefused) and "staged with other tensors" in str(error) and error.remedy
+
+
+def test_a_segment_that_was_filled_anew_is_refused(intake: WeightIntake, segment: Segment) -> None:
+    segment.label(2)
+    error = staged(intake, announced(segment.handle()))
+    assert isinstance(error, BucketRefused) and "it holds bucket 2 now" in str(error)
+
+
+def test_a_segment_that_is_filled_anew_during_the_copy_is_refused(intake: WeightIntake, segment: Segment) -> None:
+    intake.stage_bucket(b"c", announced(segment.handle()), None)
+    assert intake.advance() is None and intake.advance() is None
+    segment.label(2)
+    assert isinstance(finish(intake).error, BucketRefused)
+
+
+def test_a_segment_that_its_trainer_cuts_short_is_an_error_and_no_signal(intake: WeightIntake, segment: Segment) -> None:
+    path = SHARED_FOLDER / segment.name
+    intake.stage_bucket(b"c", announced(segment.handle()), None)
+    assert intake.advance() is None
+    os.truncate(path, 64 + 100)
+    error = finish(intake).error
+    assert isinstance(error, BucketRefused) and "it ended at byte 100" in str(error)
+    os.truncate(path, 0)
+    with pytest.raises(BucketRefused, match="192 bytes were announced"):
+        intake.stage_bucket(b"c", announced(segment.handle()), None)
+
+
+def test_a_segment_of_another_machine_or_other_rights_is_unavailable(intake: WeightIntake, segment: Segment) -> None:
+    handle = segment.handle()
+    error = staged(intake, announced({**handle, "nonce": bytes(16)}))
+    assert isinstance(error, TransportUnavailable) and "choose another transport" in str(error)
+    with pytest.raises(TransportUnavailable, match="No such file"):
+        intake.stage_bucket(b"c", announced({**handle, "segment": "areno-push-1-1-00000000-0"}), None)
+    (SHARED_FOLDER / segment.name).chmod(0o622)
+    with pytest.raises(TransportUnavailable, match="others may write it"):
+        intake.stage_bucket(b"c", announced(handle), None)
+    (SHARED_FOLDER / segment.name).chmod(0o600)
+    twin = SHARED_FOLDER / f"{segment.name[:-1]}1"
+    os.link(SHARED_FOLDER / segment.name, twin)
+    try:
+        with pytest.raises(TransportUnavailable, match="2 links"):
+            intake.stage_bucket(b"c", announced(handle), None)
+    finally:
+        twin.unlink()
+
+
+@pytest.mark.parametrize("segment", ["../x", "/dev/shm/x", "areno-push-1-1-00000000-2", "areno-push-1-1-0000/000-0"])
+def test_a_segment_is_a_bare_name_of_ours(segment: str) -> None:
+    with pytest.raises(InvalidRequest, match="segment"):
+        announced({"kind": "shared", "segment": segment, "nonce": bytes(16)})
+
+
+def test_changed_reordered_and_truncated_bytes_are_refused_and_the_update_goes_on(intake: WeightIntake) -> None:
+    flipped, reordered = CONTENT.copy(), np.concatenate([CONTENT[64:], CONTENT[:64]])
+    flipped[17] ^= 1
+    for content in (flipped, reordered):
+        error = staged(intake, *in_frames(content))
+        assert isinstance(error, BucketRefused) and "was announced" in str(error)
+    with pytest.raises(BucketRefused, match="191 bytes came"):
+        intake.stage_bucket(b"c", *in_frames(CONTENT[:-1]))
+    with pytest.raises(BucketRefused, match="need one"):
+        intake.stage_bucket(b"c", *in_frames(xxh3=None))
+    assert staged(intake, *in_frames()) is None
+    assert weights(intake) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"start": 1}, "its shape makes 32"),
+        ({"count": 33}, "its shape makes 32"),
+        ({"offset": 128}, "192 bytes were announced"),
+        ({"offset": 2}, "multiples of 4"),
+        ({"place": 1}, "1 were announced"),
+        ({"shape": [2**62, 2**62], "start": 2**62, "count": 2**62}, "192 bytes were announced"),
+    ],
+)
+def test_a_piece_outside_its_tensor_or_its_bucket_is_refused(intake: WeightIntake, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(BucketRefused, match=said):
+        intake.stage_bucket(b"c", *in_frames(pieces=[{**FIRST, **change}]))
+    assert not intake.busy
+
+
+def test_what_the_engine_refuses_reaches_the_caller_of_that_bucket(intake: WeightIntake) -> None:
+    assert isinstance(staged(intake, *in_frames(pieces=[{**FIRST, "name": "bogus"}])), ManifestMismatch)
+
+
+def test_an_abort_answers_what_was_being_staged_and_forgets_the_buckets(intake: WeightIntake, segment: Segment) -> None:
+    assert staged(intake, *in_frames(bucket=1)) is None
+    before = len(os.listdir("/proc/self/fd"))
+    intake.stage_bucket(b"c", announced(segment.handle()), None)
+    assert intake.advance() is None
+    intake.abort("u")
+    assert isinstance(finish(intake).error, NoUpdate) and len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(NoUpdate):
+        intake.stage_bucket(b"c", *in_frames())
+    intake.begin("u", 2, None, partial=False)
+    assert staged(intake, *in_frames(bucket=1, pieces=[FIRST])) is None, "the numbers of the former update are free"
+
+
+def test_bytes_that_wait_are_bounded(intake: WeightIntake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.service.weight_intake.intake.MAX_QUEUED_BYTES", 2 * CONTENT.size)
+    for number in (0, 1):
+        intake.stage_bucket(b"c", *in_frames(bucket=number))
+    with pytest.raises(BucketRefused, match="wait for answers"):
+        intake.stage_bucket(b"c", *in_frames(bucket=2))
+
+
+def test_the_tensors_of_the_fake_are_these() -> None:
+    assert {name: list(shape) for name, (_, shape) in TENSORS.items()} == {piece["name"]: piece["shape"] for piece in (FIRST, SECOND)}

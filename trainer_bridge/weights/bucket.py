@@ -1,0 +1,88 @@
+"""How tensors are laid into buckets of bounded size: whole where they fit, in runs of elements where they do not.
+
+Transports with buckets of their own pack what a push hands them. Invariant: the same tensors are cut the same way each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_bridge.weights.names import DTYPE_NAMES
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """`values`, flat, are the elements of tensor `name` from `start` on; they lie at byte `offset` of their bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    values: torch.Tensor
+
+    def fields(self) -> dict[str, Any]:
+        """Return the piece as it is announced."""
+        return {
+            "name": self.name,
+            "dtype": DTYPE_NAMES[self.values.dtype],
+            "shape": list(self.shape),
+            "start": self.start,
+            "count": self.values.numel(),
+            "offset": self.offset,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBucket:
+    """The pieces of one bucket and the bytes that they take."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+
+    def fields(self) -> list[dict[str, Any]]:
+        """Return the pieces as they are announced."""
+        return [piece.fields() for piece in self.pieces]
+
+    def write(self, memory: torch.Tensor) -> None:
+        """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there."""
+        for piece in self.pieces:
+            memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype).copy_(piece.values)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def pack(tensors: Mapping[str, torch.Tensor], capacity: int) -> Iterator[PackedBucket]:
+    """Yield buckets of at most `capacity` bytes; a tensor that is larger, or no longer fits the open bucket whole, is cut.
+
+    Tensors are contiguous. Cuts depend on names, sizes and capacity alone.
+    """
+    pieces: list[Piece] = []
+    used = 0
+    for name, tensor in tensors.items():
+        flat, item, start = tensor.reshape(-1), tensor.element_size(), 0
+        while start < flat.numel():
+            room = max(0, capacity - used) // item
+            left = flat.numel() - start
+            if room < left and pieces and (room == 0 or tensor.nbytes <= capacity):
+                yield _sealed(pieces)
+                pieces, used = [], 0
+                continue
+            count = min(room, left)
+            pieces.append(Piece(name, tuple(tensor.shape), start, used, flat[start : start + count]))
+            start += count
+            used = _aligned(used + count * item)
+    if pieces:
+        yield _sealed(pieces)
+
+
+def _sealed(pieces: Sequence[Piece]) -> PackedBucket:
+    last = pieces[-1]
+    return PackedBucket(tuple(pieces), last.offset + last.values.nbytes)
