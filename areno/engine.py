@@ -346,6 +346,7 @@ class Engine:
             canary_gap=gaps.largest,
             canary_mean_gap=gaps.mean,
             decode_canary_gap=gaps.decode,
+            inspect_s=update.inspect_s,
             warning=None if counts.changed_tensors else "no tensor differs from the previous version",
         )
 

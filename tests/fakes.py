@@ -105,6 +105,7 @@ class FakeReport:
     canary_gap: float | None = None
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
+    inspect_s: float = 0.0
     warning: str | None = None
 
 

@@ -75,7 +75,8 @@ def _invalid_canary(field: str, found: str, limit: str) -> InvalidRequest:
 class UpdateReport:
     """What a committed update did. Units: names say them; gaps are in nats, None without canaries.
 
-    `staging_s` runs from begin to verification; `pause_ms` is all the time in which no row could decode.
+    `staging_s` runs from begin to verification; `inspect_s` is how much of it went into proving staged tensors on the host (digest,
+    finiteness, what changed); `pause_ms` is all the time in which no row could decode.
     """
 
     version: int
@@ -90,6 +91,7 @@ class UpdateReport:
     canary_gap: float | None = None
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
+    inspect_s: float = 0.0
     warning: str | None = None
 
 
@@ -127,6 +129,7 @@ class WeightUpdate:
         "_tied",
         "_unknown",
         "counts",
+        "inspect_s",
         "partial",
         "staging_s",
         "state",
@@ -153,6 +156,7 @@ class WeightUpdate:
         self.state = UpdateState.OPEN
         self.counts: UpdateCounts | None = None
         self.staging_s = math.nan
+        self.inspect_s = 0.0
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor, cast to the serving dtype. The same name again overwrites.
@@ -183,7 +187,9 @@ class WeightUpdate:
         self._facts.pop(canonical, None)
         with self._beside_decode(tensor):
             target.copy_(tensor)
+            started = time.perf_counter()
             facts = inspect(target, self._table.views[canonical])
+        self.inspect_s += time.perf_counter() - started
         if isinstance(facts, StagedFacts) and not facts.finite:
             raise _not_finite(name, self._table.dtype)
         self._facts[canonical] = facts
@@ -236,7 +242,9 @@ class WeightUpdate:
         staged = self._staged.views[canonical].view(-1)[start : start + count]
         with self._beside_decode(values):
             staged.copy_(values)
+        started = time.perf_counter()
         facts = inspect_slice(staged, live, start) if self._stream is None else None
+        self.inspect_s += time.perf_counter() - started
         if facts is not None and not facts.finite:
             raise _not_finite(name, self._table.dtype)
         if not self._slices.add(canonical, start, count, facts, size=size):

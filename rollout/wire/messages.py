@@ -379,6 +379,7 @@ class WeightsReport(Message):
     canary_gap: float | None = None
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
+    inspect_s: float = 0.0
     warning: Text | None = None
 
 

@@ -350,6 +350,7 @@ class WeightPush:
             canary_gap=outcome.canary_gap,
             canary_mean_gap=outcome.canary_mean_gap,
             decode_canary_gap=outcome.decode_canary_gap,
+            inspect_s=outcome.inspect_s,
             warning=unchanged or outcome.warning,
         )
 

@@ -173,6 +173,7 @@ class FakeWeightService:
             canary_gap=0.0 if canaries else None,
             canary_mean_gap=0.0 if canaries else None,
             decode_canary_gap=0.0 if canaries else None,
+            inspect_s=0.0,
             warning=None,
         )
 

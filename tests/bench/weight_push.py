@@ -1,0 +1,175 @@
+"""What a weight update costs, beside a plain copy of the same bytes in the same run.
+
+Timed: `staging_s` from the first tensor handed to a transport until the service has answered the last bucket; the tensors are
+cast, checked and fingerprinted before. `inspect_s` is what the service took of that time to prove staged tensors, and
+`ratio_to_copy` leaves it out. `copy_s`: the same tensors copied by one thread into memory (on a card: within the card,
+and from pinned host memory as `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N
+requests decode meanwhile and `decode_cost_ms` is how much longer their tokens took than without an update. Not timed: start of
+the processes and one first update of each transport. Copies and updates alternate; figures are medians.
+
+    python -m tests.bench.weight_push --json
+    python -m tests.bench.weight_push --model qwen3-8b --device cuda --transports cuda memory --rows 64 --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rollout
+from areno.models.model_config import read_model_config
+from areno.models.registry import build_model
+from areno.weights.digest import digest
+from tests.bench import shapes
+from tests.bench.record import arguments, publish
+from trainer_bridge.weights.names import DTYPE_NAMES, DTYPES
+from trainer_bridge.weights.transport import Transport, make_transport
+
+Tensors = dict[str, torch.Tensor]
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 384
+
+
+def random_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Return random weights of a model's names and shapes on a device."""
+    model = build_model(read_model_config(folder), dtype=dtype, device=torch.device("meta"), num_positions=8)
+    generator = torch.Generator(device).manual_seed(1)
+    return {
+        name: torch.empty(view.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        for name, view in model.table.views.items()
+    }
+
+
+def timed_copy(tensors: Tensors, places: Tensors, device: torch.device) -> float:
+    """Copy every tensor to its place once; return the seconds."""
+    _finish(device)
+    started = time.perf_counter()
+    for name, tensor in tensors.items():
+        places[name].copy_(tensor)
+    _finish(device)
+    return time.perf_counter() - started
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[str, int]) -> tuple[float, Any]:
+    """Make one update; return the seconds of its staging and the service's report."""
+    manifest = {name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in tensors.items()}
+    ticket = client.weights_begin(manifest)
+    transport.open(client.info(), ticket.update_id)
+    started = time.perf_counter()
+    bucket: Tensors = {}
+    for name, tensor in tensors.items():
+        bucket[name] = tensor
+        if sum(one.nbytes for one in bucket.values()) >= transport.bucket_bytes:
+            transport.send(bucket)
+            bucket = {}
+    transport.send(bucket)
+    transport.close()
+    staging_s = time.perf_counter() - started
+    return staging_s, client.weights_commit(ticket.update_id, digests=digests)
+
+
+def decoding(client: Any, rows: int, meanwhile: Any = None) -> float:
+    """Let `rows` requests decode, run `meanwhile` once they do, and return the seconds until all have ended."""
+    draws = np.random.default_rng(5)
+    prompts = [draws.integers(100, 1000, PROMPT_TOKENS) for _ in range(rows)]
+    started = time.perf_counter()
+    streams = [client.stream(prompt, max_new_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=index) for index, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(1) as pool:
+        next(streams[-1])
+        under_way = pool.submit(meanwhile) if meanwhile is not None else None
+        for stream in streams:
+            for _ in stream:
+                pass
+        wall = time.perf_counter() - started
+        if under_way is not None:
+            under_way.result()
+    return wall
+
+
+def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], options: Any) -> dict[str, Any]:
+    """Return the row of one transport."""
+    device = next(iter(tensors.values())).device
+    transport = make_transport(name, client, bucket_bytes=None, timeout_s=300.0, device=device)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    places = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    update(client, transport, tensors, digests)
+    timed_copy(tensors, places, device)
+    copies, runs = [], []
+    for _ in range(options.repeats):
+        copies.append(timed_copy(tensors, places, device))
+        runs.append(update(client, transport, tensors, digests))
+    del places
+    copy_s, staging_s = statistics.median(copies), statistics.median(run[0] for run in runs)
+    inspect_s = statistics.median(run[1].inspect_s for run in runs)
+    row: dict[str, Any] = {
+        "model": options.model,
+        "transport": name,
+        "reason": transport.reason,
+        "num_bytes": num_bytes,
+        "num_tensors": len(tensors),
+        "copy_s": copy_s,
+        "staging_s": staging_s,
+        "staging_gb_per_s": num_bytes / staging_s / 1e9,
+        "inspect_s": inspect_s,
+        "ratio_to_copy": (staging_s - inspect_s) / copy_s,
+        **{figure: statistics.median(getattr(run[1], figure) for run in runs) for figure in ("swap_ms", "proof_ms", "pause_ms")},
+    }
+    if device.type == "cuda":
+        row["bus_copy_s"] = bus_copy(tensors, device)
+        row["share_of_bus_rate"] = row["bus_copy_s"] / staging_s
+        row["share_of_copy_rate"] = copy_s / staging_s
+    if options.rows:
+        walls = [
+            (decoding(client, options.rows), decoding(client, options.rows, lambda: update(client, transport, tensors, digests)))
+            for _ in range(options.repeats)
+        ]
+        row |= {"rows": options.rows, "decode_cost_ms": statistics.median(busy - idle for idle, busy in walls) * 1e3}
+    transport.abort()
+    return row
+
+
+def bus_copy(tensors: Tensors, device: torch.device) -> float:
+    """Return the seconds that these bytes take from pinned host memory to the device, by blocks of 64 MiB."""
+    block = 64 * 2**20
+    host, there = torch.empty(block, dtype=torch.uint8, pin_memory=True), torch.empty(block, dtype=torch.uint8, device=device)
+    there.copy_(host)
+    count = -(-sum(tensor.nbytes for tensor in tensors.values()) // block)
+    _finish(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        there.copy_(host, non_blocking=True)
+    _finish(device)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Run every transport asked for on one service."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", default="qwen3-tiny", choices=sorted(shapes.SHAPES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--transports", nargs="+", default=["memory", "frames", "file"])
+    parser.add_argument("--rows", type=int, default=0, help="requests that decode during an update")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder, device = Path(shapes.write(options.model)), torch.device(options.device)
+    served = {"device": options.device, "load_format": "dummy", "max_rows": max(options.rows, 8), "max_model_len": 1024, "threads": 1}
+    with rollout.local(str(folder), start_timeout_s=300.0, timeout_s=300.0, **served) as client:
+        tensors = random_weights(folder, DTYPES[client.info().engine.dtype], device)
+        digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        rows = [measure(client, name, tensors, digests, options) for name in options.transports]
+    publish("weight_push", {"repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, **served}, rows, options)
+
+
+if __name__ == "__main__":
+    main()
