@@ -35,18 +35,7 @@ def independent_copies(sources: np.ndarray, targets: np.ndarray) -> list[slice]:
 class KVStore:
     """Paged keys and values. Shapes: `keys`, `values` [L, N, G, K, D]; slots number tokens as page * G + offset."""
 
-    __slots__ = (
-        "_flat_keys",
-        "_flat_values",
-        "_keys_at",
-        "_page_keys",
-        "_page_values",
-        "_scratch",
-        "_values_at",
-        "keys",
-        "page_size",
-        "values",
-    )
+    __slots__ = ("_flat_keys", "_flat_values", "_page_keys", "_page_values", "_scratch", "keys", "page_size", "values")
 
     def __init__(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -55,7 +44,6 @@ class KVStore:
         self.page_size = page_size
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self._keys_at, self._values_at = self.keys.data_ptr(), self.values.data_ptr()
         flat = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
         self._flat_keys = self.keys.view(flat)
         self._flat_values = self.values.view(flat)
@@ -78,15 +66,12 @@ class KVStore:
                 tensor.untyped_storage().resize_(0)
             self._scratch = self._scratch.new_empty((2, 0, self._scratch.shape[2]))
 
-    def restore(self) -> bool:
-        """Take memory for keys and values again, all zero; return whether an address changed, which captures do not follow."""
-        before = (self._keys_at, self._values_at)
+    def restore(self) -> None:
+        """Take memory for keys and values again, all zero; its addresses may be others, which captures do not follow."""
         with torch.inference_mode(False):
             for tensor in (self.keys, self.values):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
                 tensor.zero_()
-        self._keys_at, self._values_at = self.keys.data_ptr(), self.values.data_ptr()
-        return before != (self._keys_at, self._values_at)
 
     @property
     def sink_slot(self) -> int:

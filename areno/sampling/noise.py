@@ -13,6 +13,8 @@ Sources: splitmix64 (Steele, Lea, Flood 2014); the 32-bit finaliser of MurmurHas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -59,20 +61,22 @@ def keys(seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 def hashes(keys_B: np.ndarray, ids_V: np.ndarray) -> np.ndarray:
     """Return h for each row and id. Shapes: uint64 [B] and uint32 [V] to uint32 [B, V]."""
-    h = ids_V[None, :] + keys_B.astype(np.uint32)[:, None]
+    return hashes_of(keys_B[:, None], ids_V[None, :])
+
+
+def hashes_of(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return h of pairs. Shapes: uint64 keys and uint32 ids that broadcast, to uint32."""
+    h = ids + keys.astype(np.uint32)
     scratch = np.empty_like(h)
     _fmix32_(h, scratch)
-    h ^= (keys_B >> np.uint64(32)).astype(np.uint32)[:, None]
+    h ^= (keys >> np.uint64(32)).astype(np.uint32)
     return _fmix32_(h, scratch)
 
 
-def hashes_of(keys_N: np.ndarray, ids_N: np.ndarray) -> np.ndarray:
-    """Return h of one id each. Shapes: uint64 [N] and uint32 [N] to uint32 [N]."""
-    h = ids_N + keys_N.astype(np.uint32)
-    scratch = np.empty_like(h)
-    _fmix32_(h, scratch)
-    h ^= (keys_N >> np.uint64(32)).astype(np.uint32)
-    return _fmix32_(h, scratch)
+def parts(rows: int, width: int) -> Iterator[slice]:
+    """Cut ids into parts that the caches hold for all rows: a large vocabulary goes through a dozen passes."""
+    step = max(_PART_ELEMENTS // max(rows, 1), 1)
+    return (slice(start, start + step) for start in range(0, width, step))
 
 
 def of_hashes(hashed: np.ndarray) -> torch.Tensor:
@@ -92,10 +96,8 @@ def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, ids_V: torch.Tensor
     keys_B = keys(seeds_B.cpu().numpy().view(np.uint64), positions_B.cpu().numpy().astype(np.uint64))
     ids = ids_V.cpu().numpy().view(np.uint32)
     noise = torch.empty((keys_B.size, ids.size))
-    # In parts that the caches hold: a large vocabulary goes through a dozen passes.
-    width = max(_PART_ELEMENTS // max(keys_B.size, 1), 1)
-    for start in range(0, ids.size, width):
-        noise[:, start : start + width] = of_hashes(hashes(keys_B, ids[start : start + width]))
+    for part in parts(keys_B.size, ids.size):
+        noise[:, part] = of_hashes(hashes(keys_B, ids[part]))
     return noise.to(seeds_B.device)
 
 

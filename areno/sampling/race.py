@@ -15,7 +15,6 @@ import torch
 from areno.sampling import noise
 
 _WORD = 2.0**32
-_PART_ELEMENTS = 1 << 17
 _SMALL = 1 << 15
 """Elements up to which noise for all of them costs less than finding those who can win."""
 _SLACK, _RELATIVE_SLACK = 1e-4, 1e-6
@@ -77,16 +76,15 @@ def _contenders(
     rows, width = weights_BW.shape
     ids = np.arange(first_id, first_id + width, dtype=np.uint32)
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    part = max(_PART_ELEMENTS // max(rows, 1), 1)
     # Two more than the limit, since a hash is half a step below the u that it stands for.
     offset = np.where(limits_B < 0.0, np.float32(-1.0), np.float32(2.0))[:, None]
-    for start in range(0, width, part):
-        hashed = noise.hashes(keys_B, ids[start : start + part])
-        bounds = weights_BW[:, start : start + part] * limits_B[:, None]
+    for part in noise.parts(rows, width):
+        hashed = noise.hashes(keys_B, ids[part])
+        bounds = weights_BW[:, part] * limits_B[:, None]
         bounds += offset
         won = np.flatnonzero(hashed.astype(np.float32) <= bounds)
         row, place = np.divmod(won, hashed.shape[1])
-        found.append((row, place + start, hashed.reshape(-1)[won]))
+        found.append((row, place + part.start, hashed.reshape(-1)[won]))
     row, place, hashed = (np.concatenate(pieces) for pieces in zip(*found))
     return row, place, hashed
 

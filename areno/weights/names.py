@@ -199,8 +199,8 @@ class ParameterTable:
                 storage.untyped_storage().resize_(0)
         return kept
 
-    def move_in(self, kept: HostCopy) -> bool:
-        """Take memory for the weights again and fill it; return whether an address changed, which captures do not follow."""
+    def move_in(self, kept: HostCopy) -> None:
+        """Take memory for the weights again and fill it; its addresses may be others, which captures do not follow."""
         with torch.inference_mode(False):
             try:
                 for storage in self.live.values():
@@ -211,9 +211,7 @@ class ParameterTable:
                     storage.untyped_storage().resize_(0)
                 raise
             kept.fill(self.live)
-        addresses = {name: storage.data_ptr() for name, storage in self.live.items()}
-        moved, self._addresses = addresses != self._addresses, addresses
-        return moved
+        self._addresses = {name: storage.data_ptr() for name, storage in self.live.items()}
 
     def register_derived(self, name: str, rebuild: Callable[[], None]) -> None:
         """Register a hook that recomputes, in place, a tensor that is a function of the weights."""

@@ -112,13 +112,14 @@ def test_graphs_give_the_bits_of_single_launches(checkpoint: Maker, dtype: str) 
         assert value.ids == told[1][number].ids and value.logprobs == told[1][number].logprobs and value.raw == told[1][number].raw
 
 
+@pytest.mark.parametrize("result_transport", ["auto", "copy"])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])
-def test_churn_with_cancels_gives_what_each_request_gets_alone(checkpoint: Maker, run_ahead: int) -> None:
+def test_churn_with_cancels_gives_what_each_request_gets_alone(checkpoint: Maker, run_ahead: int, result_transport: str) -> None:
     folder = checkpoint("qwen3")
     asked = requests_of(60, seed=5, tokens=30)
     alone = run(engine_of(folder, dtype="float32", max_rows=64, num_pages=256), asked, check=False)
     cancels = {n: 2 + n for n in range(0, 60, 5)}
-    engine = engine_of(folder, dtype="float32", run_ahead=run_ahead, num_pages=24)
+    engine = engine_of(folder, dtype="float32", run_ahead=run_ahead, num_pages=24, result_transport=result_transport)
     churned = run(engine, asked, cancel_at=cancels)
     for number, value in churned.items():
         assert value.ids == alone[number].ids[: len(value.ids)], f"request {number}"

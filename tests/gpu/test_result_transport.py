@@ -82,21 +82,6 @@ def _by_request(seen: list[tuple[Any, ...]]) -> dict[str, Any]:
     return {"tokens": sorted(tokens, key=lambda one: one[0]), "scores": sorted(scores)}
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])
-def test_churn_through_copies_gives_what_each_request_gets_alone(checkpoint: Maker, run_ahead: int) -> None:
-    folder = checkpoint("qwen3")
-    asked = requests_of(60, seed=5, tokens=30)
-    alone = run(engine_of(folder, dtype="float32", max_rows=64, num_pages=256), asked, check=False)
-    cancels = {n: 2 + n for n in range(0, 60, 5)}
-    engine = engine_of(folder, dtype="float32", run_ahead=run_ahead, num_pages=24, result_transport="copy")
-    churned = run(engine, asked, cancel_at=cancels)
-    for number, value in churned.items():
-        assert value.ids == alone[number].ids[: len(value.ids)], f"request {number}"
-        if number not in cancels:
-            assert len(value.ids) == len(alone[number].ids)
-    assert engine.stats()["used_pages"] == 0
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_canaries_prove_weights_either_way(checkpoint: Maker, way: str) -> None:
     engine: Engine = engine_of(checkpoint("llama"), dtype="float32", result_transport=way)
