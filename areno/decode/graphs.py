@@ -37,8 +37,7 @@ class GraphPath:
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply row operations."""
-        for sampling_slot, content in slot.contents:
-            self.tables.slots.fill(sampling_slot, content)
+        self.tables.slots.fill(slot.contents)
         self._deltas.apply(slot, self.tables.state)
 
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:

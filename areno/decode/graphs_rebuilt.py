@@ -66,8 +66,7 @@ class RebuiltGraphPath:
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply row operations."""
-        for sampling_slot, content in slot.contents:
-            self._slots.fill(sampling_slot, content)
+        self._slots.fill(slot.contents)
         self._rows.apply(slot)
 
     def decode(self, launch: DecodeLaunch, records: LaneRecords) -> None:

@@ -184,8 +184,7 @@ class DecodeTables:
 
     def apply(self, slot: DeltaSlot) -> None:
         """Apply one delta slot. Mutates: the rows it names."""
-        for sampling_slot, content in slot.contents:
-            self.slots.fill(sampling_slot, content)
+        self.slots.fill(slot.contents)
         kinds = slot.rows["kind"]
         # SET writes the whole page-table row first; the page entries of SET and GROW follow.
         self._set(slot.rows[kinds == DeltaKind.SET])

@@ -10,6 +10,8 @@ the OpenAI API, over the output alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -34,21 +36,40 @@ class SlotTables:
         self.counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self.prompt_seen = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
 
-    def fill(self, slot: int, content: SlotContent) -> None:
-        """Write a slot anew. Mutates: that slot."""
-        forced = np.full(self.forced_ids.shape[1], -1, dtype=np.int32)
-        forced[: content.forced_ids.size] = content.forced_ids
-        bias_ids, bias_values = np.zeros(MAX_BIASES, dtype=np.int64), np.zeros(MAX_BIASES, dtype=np.float32)
-        bias_ids[: content.bias_ids.size], bias_values[: content.bias_ids.size] = content.bias_ids, content.bias_values
-        seen, known = np.unique(content.prompt_ids), np.unique_counts(content.output_ids)
-        penalties = np.array([content.repetition, content.presence, content.frequency], dtype=np.float32)
-        arrays = (forced, bias_ids, bias_values, penalties, seen.astype(np.int64), known.values.astype(np.int64), known.counts)
-        sent = upload(self.counts.device, *arrays)
-        self.forced_ids[slot], self.bias_ids[slot], self.bias_values[slot] = sent[:3]
-        self.repetition[slot], self.presence[slot], self.frequency[slot] = sent[3]
-        self.emitted[slot].fill_(content.output_ids.size)
-        self.prompt_seen[slot].zero_().index_fill_(0, sent[4], True)
-        self.counts[slot].zero_().index_copy_(0, sent[5], sent[6].to(torch.int32))
+    def fill(self, contents: Sequence[tuple[int, SlotContent]]) -> None:
+        """Write slots anew, all of them in one upload and a fixed number of launches. Mutates: those slots."""
+        if not contents:
+            return
+        held = dict(contents)
+        slots, filled = np.array(list(held), dtype=np.int64), list(held.values())
+        bias_ids, bias_values = np.zeros((slots.size, MAX_BIASES), dtype=np.int64), np.zeros((slots.size, MAX_BIASES), dtype=np.float32)
+        for place, content in enumerate(filled):
+            bias_ids[place, : content.bias_ids.size], bias_values[place, : content.bias_ids.size] = content.bias_ids, content.bias_values
+        penalties = np.array([[content.repetition, content.presence, content.frequency] for content in filled], dtype=np.float32)
+        forced, outputs = [content.forced_ids for content in filled], [content.output_ids for content in filled]
+        width, vocab = self.forced_ids.shape[1], self.counts.shape[1]
+        sent = upload(
+            self.counts.device,
+            slots,
+            bias_ids,
+            bias_values,
+            np.ascontiguousarray(penalties.T),
+            np.array([ids.size for ids in outputs], dtype=np.int64),
+            _flat([np.arange(ids.size) for ids in forced], slots * width),
+            np.concatenate(forced).astype(np.int32),
+            _flat([content.prompt_ids for content in filled], slots * vocab),
+            _flat(outputs, slots * vocab),
+        )
+        places = sent[0]
+        self.bias_ids.index_copy_(0, places, sent[1])
+        self.bias_values.index_copy_(0, places, sent[2])
+        for column, values in zip((self.repetition, self.presence, self.frequency), sent[3]):
+            column.index_copy_(0, places, values)
+        self.emitted.index_copy_(0, places, sent[4])
+        self.forced_ids.index_fill_(0, places, -1).view(-1).index_copy_(0, sent[5], sent[6])
+        self.prompt_seen.index_fill_(0, places, False).view(-1).index_fill_(0, sent[7], True)
+        counted = torch.ones_like(sent[8], dtype=torch.int32)
+        self.counts.index_fill_(0, places, 0).view(-1).index_add_(0, sent[8], counted)
 
     def forced(self, slots_B: torch.Tensor) -> torch.Tensor:
         """Return the id that each lane must emit next, -1 where it is free. Shapes: int64 slots [B], -1 without one."""
@@ -92,3 +113,8 @@ class SlotTables:
         place = slots_B.clamp(min=0)
         self.emitted.index_add_(0, place, mine.to(torch.int64))
         self.counts.index_put_((place, tokens_B.to(torch.int64)), mine, accumulate=True)
+
+
+def _flat(ids: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """Return the places of each array's ids behind its own start, one after the other. Shapes: int64 [sum of sizes]."""
+    return np.concatenate([np.asarray(part, dtype=np.int64) + start for part, start in zip(ids, starts)])

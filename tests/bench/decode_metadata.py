@@ -3,8 +3,9 @@
 For each batch, mode and scenario: (1) both paths in lock step, results of both exactly `LAG` launches late: everything they say must
 be equal to the last bit; (2) one free run of each, not timed; (3) pairs of free runs in alternating order, each path reading its
 results as early as it can. Timed: from the first submit to the last terminal record, prefill and delivery included, garbage
-collection off; a short plan is followed several times in one run. `speedup` is the geometric mean over the pairs of resident by
-rebuilt in tokens/s, with a 95 % interval by Student's t on its logarithm; a cancelled request's late tokens count for nobody.
+collection off; a short plan is followed several times in one run; `--budget-s` lets a case whose interval is wide go on. `speedup`
+is the geometric mean over the pairs of resident by rebuilt in tokens/s, with a 95 % interval by Student's t on its logarithm; a
+cancelled request's late tokens count for nobody.
 `host_ms` is a step's time outside launches and waits for the device. Not timed: loading, capture, and what `decode_engines.warm` says.
 
     python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
@@ -19,6 +20,7 @@ import gc
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ LAG = 2
 PROMPTS = {"cuda": (62, 63, 64, 65), "cpu": (14, 15, 16, 17)}
 MIN_STEPS = {"cuda": 192, "cpu": 0}
 CONTEXT = 1024
+MAX_PAIRS = 61
+NARROW = 1.04
 # Two-sided 95 % points of Student's t, by degrees of freedom from 1 on.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
@@ -53,8 +57,11 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def run_case(pair: Pair, plan: Plan, *, pairs: int, shared_bytes: int) -> dict[str, Any]:
-    """Run one scenario on both engines and return its figures."""
+def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, shared_bytes: int) -> dict[str, Any]:
+    """Run one scenario on both engines and return its figures.
+
+    Timed are at least `pairs` pairs of runs, and more while their interval is wide and `budget_s` not spent.
+    """
     gc.collect()
     locked: dict[str, Run] = {}
     for name, engine in pair.engines.items():
@@ -67,9 +74,11 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, shared_bytes: int) -> dict[s
             run_plan(engine, plan, rounds=1)
         steps[name] = step_name(engine, launches)
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
-    for number in range(pairs):
+    started, number = time.perf_counter(), 0
+    while number < pairs or (time.perf_counter() - started < budget_s and number < MAX_PAIRS and not _is_narrow(_ratios(runs, plan))):
         for name in VARIANTS if number % 2 else reversed(VARIANTS):
             runs[name].append(run_plan(pair.engines[name], plan))
+        number += 1
     free = [compare(resident, rebuilt, plan, lock_step=False) for resident, rebuilt in zip(runs["resident"], runs["rebuilt"])]
     return {
         **_parity(parity, free),
@@ -92,12 +101,23 @@ def _parity(locked: Gap, free: Sequence[Gap]) -> dict[str, Any]:
     }
 
 
-def _speed(runs: dict[str, list[Run]], plan: Plan) -> dict[str, Any]:
-    """Return times in ms per step, tokens/s and the speed-up with its interval."""
+def _ratios(runs: dict[str, list[Run]], plan: Plan) -> list[float]:
+    """Return each pair's resident by rebuilt."""
     # Where a plan is followed to its end, both do the same work: its wall says all, tokens that a late cancel let through do not.
     by_wall = plan.target_tokens is None
     rates = {name: [1.0 / run.wall_s if by_wall else run.tokens_per_s for run in of_one] for name, of_one in runs.items()}
-    speedup, low, high = interval([resident / rebuilt for resident, rebuilt in zip(rates["resident"], rates["rebuilt"])])
+    return [resident / rebuilt for resident, rebuilt in zip(rates["resident"], rates["rebuilt"])]
+
+
+def _is_narrow(ratios: Sequence[float]) -> bool:
+    """Tell whether the interval is small enough to say on which side of a limit a case lies."""
+    _, low, high = interval(ratios)
+    return low is not None and high is not None and high / low < NARROW
+
+
+def _speed(runs: dict[str, list[Run]], plan: Plan) -> dict[str, Any]:
+    """Return times in ms per step, tokens/s and the speed-up with its interval."""
+    speedup, low, high = interval(_ratios(runs, plan))
     step = {name: float(np.median(np.concatenate([run.steps_s for run in of_one]))) * 1e3 for name, of_one in runs.items()}
     figures: dict[str, Any] = {"speedup": speedup, "speedup_low": low, "speedup_high": high, "pairs": len(runs["resident"])}
     figures["step_speedup"] = step["rebuilt"] / step["resident"]
@@ -150,7 +170,8 @@ def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--greedy", action="store_true", help="the production sampler at temperature 0 in place of scripted tokens")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case, at least")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for further pairs of a case whose interval is wide")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", choices=VARIANTS, help="record each case of this path with torch.profiler; traces lie beside --output")
@@ -203,6 +224,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "lock_step_run_ahead": LAG,
         "page_size": info.page_size,
         "num_pages": info.num_pages,
+        "pairs_at_least": options.repeats,
+        "budget_s": options.budget_s,
         **sizes,
     }
     for batch in options.batches:
@@ -216,7 +239,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 if options.profile:
                     rows.append({**case, **profile_case(pair.engines[options.profile], plan, case, options)})
                 else:
-                    rows.append({**case, **run_case(pair, plan, pairs=options.repeats, shared_bytes=company.shared_bytes)})
+                    rows.append(
+                        {
+                            **case,
+                            **run_case(pair, plan, pairs=options.repeats, budget_s=options.budget_s, shared_bytes=company.shared_bytes),
+                        }
+                    )
                     if mode == "graph" and scenario == "steady":
                         rows[-1] |= _delay(pair, rows[-1], load)
                 keep(compose("decode_metadata", config, rows), options.output)

@@ -88,8 +88,7 @@ class Bench:
         self.tables.state.alive.fill_(True)
         self.tables.state.page_table.fill_(9)
         rng = np.random.default_rng(0)
-        for slot in range(32):
-            slots.fill(slot, _content(rng))
+        slots.fill([(slot, _content(rng)) for slot in range(32)])
         self.lanes = LaneBuffers.allocate(ROWS, device)
         self.lanes.running.fill_(True)
         self.partials = torch.zeros(ROWS * 512 * FIELDS.value, device=device)

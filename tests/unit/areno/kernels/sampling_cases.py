@@ -48,8 +48,7 @@ def tables(rows: int, vocab: int, rng: np.random.Generator, variant: Variant, de
         fill("min_p", rng.choice([0.0, 0.05, 0.3], rows))
     if variant.slots:
         fill("sampling_slot", np.where(rng.random(rows) < 0.7, rng.permutation(rows), -1))
-        for slot in range(rows):
-            slots.fill(slot, slot_content(vocab, rng))
+        slots.fill([(slot, slot_content(vocab, rng)) for slot in range(rows)])
     state.alive.copy_(torch.from_numpy(rng.random(rows) < 0.85))
     state.page_table.copy_(torch.from_numpy(np.where(rng.random((rows, PAGES)) < 0.1, 0, rng.integers(2, 90, (rows, PAGES)))))
     stops = rng.integers(0, vocab, (rows, MAX_STOP_IDS))

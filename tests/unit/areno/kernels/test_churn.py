@@ -37,8 +37,7 @@ class Twins:
         for slot in packer.take():
             self.expected.apply(slot)
             apply_deltas(self.buffer, *pack_slot(slot, self.buffer.numpy()), self.found.state)
-            for sampling_slot, content in slot.contents:
-                self.found.slots.fill(sampling_slot, content)
+            self.found.slots.fill(slot.contents)
 
     def decode(self, bucket: int, logits: torch.Tensor) -> int:
         """Run a decode step on both; returns how many lanes said a token."""
