@@ -163,7 +163,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder, device = Path(shapes.write(options.model)), torch.device(options.device)
-    served = {"device": options.device, "load_format": "dummy", "max_rows": max(options.rows, 8), "max_model_len": 1024, "threads": 1}
+    served: dict[str, Any] = {
+        "device": options.device,
+        "load_format": "dummy",
+        "max_rows": max(options.rows, 8),
+        "max_model_len": 1024,
+        "threads": 1,
+    }
+    if device.type == "cuda":
+        served["gpu_memory_fraction"] = 0.5  # the trainer's weights and their copy lie on the same card
     with rollout.local(str(folder), start_timeout_s=300.0, timeout_s=300.0, **served) as client:
         tensors = random_weights(folder, DTYPES[client.info().engine.dtype], device)
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
