@@ -1,6 +1,6 @@
 """The agentic trace on a CUDA device: 256 multi-turn episodes at once, driven in process by an asyncio loop; episodes per second.
 
-The trace is `agent_trace.make(groups=32, members=8, seed=1)`: turns with forced lengths, tool results, tool waits in real time. Prefix
+The trace is `agent_load.make(groups=32, members=8, seed=1)`: turns with forced lengths, tool results, tool waits in real time. Prefix
 cache on, logprobs on, T = 1. Timed: from the first turn to the end of the last episode. Not timed: loading, capture, a warm-up of a
 few episodes with other ids.
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from areno import Engine, EngineConfig, Request, SamplingParams
-from tests.bench import agent_trace, shapes
+from tests.bench import agent_load, shapes
 from tests.bench.record import arguments, publish
 
 VLLM_EPISODES_PER_S = {"qwen3-0.6b": 14.5, "qwen3-8b": 10.7}
@@ -116,10 +116,10 @@ def measure(model: str, *, repeats: int, options: dict[str, Any], log: bool) -> 
     """Return one row per run of the trace."""
     engine = Engine(EngineConfig(model=shapes.write(model), load_format="dummy", seed=0, **options))
     rows = []
-    asyncio.run(run_trace(engine, agent_trace.make(groups=4, members=8, seed=5, waits=0.1)))
+    asyncio.run(run_trace(engine, agent_load.make(groups=4, members=8, seed=5, waits=0.1)))
     for repeat in range(repeats):
         engine.clear_prefix_cache()
-        figures = asyncio.run(run_trace(engine, agent_trace.make(groups=32, members=8, seed=1)))
+        figures = asyncio.run(run_trace(engine, agent_load.make(groups=32, members=8, seed=1)))
         case: dict[str, Any] = {"model": model, "repeat": repeat, **figures}
         if model in VLLM_EPISODES_PER_S:
             case["ratio_to_vllm"] = figures["episodes_per_s"] / VLLM_EPISODES_PER_S[model]
