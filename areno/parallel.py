@@ -1,0 +1,229 @@
+"""The ranks of one tensor-parallel engine as a group, and their collectives.
+
+Every rank holds a share of each layer and of the vocabulary (`models/shards.py`), runs the same commands in the same order, and
+meets the others in sums and gathers: NCCL between CUDA devices, gloo between processes on the CPU. The group is its own, whatever
+else its process does with torch.distributed, and only tensors travel in it.
+
+Invariant: sums have the same bits on every rank. On the CPU they are added in the order of the ranks, so that a row's bits do not
+depend on its place; a process that waits for a rank that is gone gets a typed error within the group's time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from areno.errors import EngineFailure, InvalidConfig
+
+BACKENDS = ("gloo", "nccl")
+MAX_CAUSE = 500
+_PREFIX = "areno-tp"
+
+
+@dataclass(slots=True)
+class CollectiveCounts:
+    """How many collectives a rank took part in, and their bytes: of the sum's tensor, of all that a gather brings together.
+
+    They count when a collective is issued; one in a captured graph counts once, however often the graph runs.
+    """
+
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
+    all_gathers: int = 0
+    all_gather_bytes: int = 0
+    broadcasts: int = 0
+    broadcast_bytes: int = 0
+
+    @property
+    def collectives(self) -> int:
+        """All of them together."""
+        return self.all_reduces + self.all_gathers + self.broadcasts
+
+
+class TPGroup:
+    """One rank's end of the group. One thread calls the collectives; `abort` may come from another one.
+
+    Every rank must call the same collectives with the same shapes in the same order. Those of CUDA tensors are launched on the
+    current stream, return at once and may be captured.
+    """
+
+    __slots__ = ("_backend", "_store", "counts", "device", "rank", "size")
+
+    def __init__(self, rank: int, size: int, device: torch.device, backend: Any, store: Any) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._backend, self._store = backend, store
+        self.counts = CollectiveCounts()
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> TPGroup:
+        """Return the group of an engine with one rank, whose collectives do nothing."""
+        return TPGroup(0, 1, device or torch.device("cpu"), None, None)
+
+    @staticmethod
+    def connect(
+        *, rank: int, size: int, init_method: str, backend: str, timeout_s: float = 60.0, device: torch.device | None = None
+    ) -> TPGroup:
+        """Meet the other ranks of this host at `init_method`: a store as file:///path or tcp://host:port, which rank 0 opens.
+
+        `device` is the rank's; with NCCL by default the device of its own number. Blocks: until all are there, at most
+        `timeout_s`. Raises: InvalidConfig, EngineFailure.
+        """
+        import torch.distributed as dist
+
+        if backend not in BACKENDS or not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
+            raise InvalidConfig(
+                f"backend={backend!r} is not there",
+                field="tp",
+                value=size,
+                limit=f"known: {', '.join(BACKENDS)}; NCCL needs a torch built for CUDA",
+                remedy="use device='cpu', or a torch with CUDA",
+            )
+        device = device or (torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu"))
+        if size == 1:
+            return TPGroup.single(device)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        try:
+            store = _open_store(init_method, rank, size, timeout)
+            group = _backend_group(backend, dist.PrefixStore(_PREFIX, store), rank, size, timeout, device)
+        except RuntimeError as error:
+            raise _lost(f"rank {rank} of {size} did not meet the others at {init_method}", error) from error
+        return TPGroup(rank, size, device, group, store)
+
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a contiguous tensor by its sum over the ranks. Mutates: `tensor`, which is returned. Raises: EngineFailure."""
+        if self.size == 1:
+            return tensor
+        self.counts.all_reduces += 1
+        self.counts.all_reduce_bytes += tensor.nbytes
+        if tensor.device.type == "cpu":
+            parts = self._gather(tensor, tensor.new_empty((self.size, *tensor.shape)))
+            torch.add(parts[0], parts[1], out=tensor)
+            for part in parts[2:]:
+                tensor += part
+            return tensor
+        import torch.distributed as dist
+
+        options = _on_this_stream(dist.AllreduceOptions())
+        self._wait("sum", lambda: self._backend.allreduce([tensor], options))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return every rank's tensor in the ranks' order. Shapes: [...] to [size, ...]. Mutates: `out`. Raises: EngineFailure."""
+        if self.size == 1:
+            return tensor[None] if out is None else out.copy_(tensor[None])
+        out = tensor.new_empty((self.size, *tensor.shape)) if out is None else out
+        self.counts.all_gathers += 1
+        self.counts.all_gather_bytes += out.nbytes
+        return self._gather(tensor, out)
+
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Replace a contiguous tensor by that of rank `source`. Mutates: `tensor`, which is returned. Raises: EngineFailure."""
+        if self.size == 1:
+            return tensor
+        import torch.distributed as dist
+
+        self.counts.broadcasts += 1
+        self.counts.broadcast_bytes += tensor.nbytes
+        options = _on_this_stream(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = source, 0
+        self._wait("broadcast", lambda: self._backend.broadcast([tensor], options))
+        return tensor
+
+    def gather_words(self, words: list[int]) -> list[list[int]]:
+        """Return every rank's list of signed 64-bit integers; all lists have one length. Blocks: for the other ranks."""
+        given = torch.tensor(words, dtype=torch.int64, device=self.device)
+        rows: list[list[int]] = self.all_gather(given).tolist()
+        return rows
+
+    def abort(self) -> None:
+        """End collectives that wait for a lost rank, as far as the backend can; the group is of no use afterwards."""
+        # Not read under a lock: the thread that waits inside a collective holds on to the backend itself.
+        abort = getattr(self._backend, "abort", None)
+        if abort is not None:
+            with contextlib.suppress(RuntimeError):
+                abort()
+
+    def close(self) -> None:
+        """Leave the group; collectives are not possible afterwards."""
+        self.abort()
+        self._backend = self._store = None
+
+    def _gather(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.distributed_c10d import AllgatherOptions
+
+        assert tensor.is_contiguous() and out.is_contiguous(), "collectives take contiguous tensors"
+        if tensor.device.type == "cpu":
+            self._wait("gather", lambda: self._backend.allgather([list(out.unbind())], [tensor]))
+        else:
+            options = _on_this_stream(AllgatherOptions())
+            self._wait("gather", lambda: self._backend._allgather_base(out.view(-1), tensor.view(-1), options))
+        return out
+
+    def _wait(self, what: str, start: Callable[[], Any]) -> None:
+        try:
+            work = start()
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(f"a {what} of rank {self.rank} of {self.size} failed", error) from error
+
+
+def _on_this_stream(options: Any) -> Any:
+    """Ask for a collective on the current stream, where the library has the choice."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _lost(what: str, error: BaseException) -> EngineFailure:
+    return EngineFailure(
+        what,
+        field="tp",
+        limit=f"{type(error).__name__}: {str(error)[:MAX_CAUSE]}",
+        remedy="a rank has died or hangs; start the engine again",
+    )
+
+
+def _open_store(init_method: str, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    import torch.distributed as dist
+
+    scheme, _, place = init_method.partition("://")
+    if scheme == "file":
+        store: Any = dist.FileStore(place, size)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal():
+        raise InvalidConfig(
+            f"init_method={init_method!r} is no store",
+            field="init_method",
+            value=init_method,
+            limit="known: file:///path and tcp://host:port",
+            remedy="use file:///path",
+        )
+    return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
+
+
+def _backend_group(backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, device: torch.device) -> Any:
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        with torch.cuda.device(device):
+            group = nccl(store, rank, size, options)
+            # The communicator is made by the first collective, which must not be a captured one.
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+            torch.cuda.synchronize(device)
+        return group
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
