@@ -68,7 +68,7 @@ def record(engine: Engine, plan: Plan, path: Path) -> None:
     """Write a torch.profiler trace of one round of a plan, which a round before has warmed."""
     run_plan(engine, plan, rounds=1)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiled, marked(engine):
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiled, marked(engine):
         run_plan(engine, plan, rounds=1)
     profiled.export_chrome_trace(str(path))
 

@@ -53,7 +53,7 @@ def trainer(address: str, folder: Path, transport: str, *, pushes: int = 2, **en
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRAINER, address, str(folder), transport, str(pushes)],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), *sys.path[1:])), **environment},
         capture_output=True,
         text=True,
         timeout=200,

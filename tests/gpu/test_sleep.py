@@ -31,7 +31,7 @@ def requests(count: int = 6) -> list[Request]:
 @pytest.mark.parametrize("level", ["kv", "weights"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_requests_that_sleep_over_give_the_same_tokens(checkpoint: Callable[..., Path], level: str, graphs: bool) -> None:
-    options = {"dtype": "float32", "graphs": graphs, "num_pages": 2000}
+    options = {"dtype": "float32", "graphs": graphs, "num_pages": 20_000}
     awake = run(engine_of(checkpoint("qwen3"), **options), requests())
     engine = engine_of(checkpoint("qwen3"), **options)
     occupied: list[torch.Tensor] = []
