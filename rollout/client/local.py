@@ -128,10 +128,7 @@ class LocalService:
             self.client = None
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_WAIT_S)
-            if process.poll() is None:
+            if not _ended(process):
                 process.kill()
                 process.wait()
             for pipe in (process.stdin, process.stdout):
@@ -147,6 +144,19 @@ class LocalService:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Ask a process to end; return whether it did in time. Blocks: at most `STOP_WAIT_S`."""
+    if process.poll() is None:
+        # Woken by the end itself: `Popen.wait` with a time-out looks every 50 ms.
+        exit_fd = os.pidfd_open(process.pid)
+        try:
+            process.terminate()
+            select.select([exit_fd], [], [], STOP_WAIT_S)
+        finally:
+            os.close(exit_fd)
+    return process.poll() is not None
 
 
 def _first_line(pipe: IO[bytes], deadline: float) -> bytes | None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import subprocess
 import sys
 import time
@@ -183,10 +184,10 @@ class HostLink:
             return
         self.send(Op.SHUTDOWN, {})
         deadline = time.monotonic() + grace_s
+        assert self._exit_fd is not None, "a process that was started has its descriptor"
         while self._process.poll() is None and time.monotonic() < deadline:
             self.send_queued()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.05)
+            select.select([self._exit_fd], [], [], 0.05)
         if self._process.poll() is None:
             log.warning("engine host %d did not end within %.1f s and is killed", self._process.pid, grace_s)
             self._process.kill()
