@@ -11,6 +11,8 @@ from typing import Any
 _HOME = {
     "AgentError": "rollout.agent.errors",
     "BadCall": "rollout.agent.tools",
+    "CallCounts": "rollout.agent.tools",
+    "CallReader": "rollout.agent.call_reader",
     "ChatFormat": "rollout.agent.chat",
     "ChatFormatError": "rollout.agent.errors",
     "Environment": "rollout.agent.environment",
@@ -25,6 +27,7 @@ _HOME = {
     "FailureKind": "rollout.agent.runner",
     "InvalidEpisode": "rollout.agent.errors",
     "Limit": "rollout.agent.limits",
+    "NoToolCalls": "rollout.agent.tools",
     "PhaseTimeouts": "rollout.agent.runner",
     "Progress": "rollout.agent.runner",
     "Start": "rollout.agent.environment",

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollout.agent.call_forms import form_of_template
 from rollout.agent.controls import ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
 from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
@@ -49,6 +50,7 @@ class ChatFormat:
         "_template_kwargs",
         "_tokenizer",
         "_wrapper",
+        "call_form",
         "end_of_turn_id",
         "template",
         "tokenizer_digest",
@@ -82,6 +84,7 @@ class ChatFormat:
         self._template_kwargs = dict(template_kwargs or {})
         self.trusted_roles = frozenset(trusted_roles)
         self.template: str | None = self._wrapper.chat_template if isinstance(self._wrapper.chat_template, str) else None
+        self.call_form = form_of_template(self.template)
         bos = self._wrapper.bos_token_id
         added = self._tokenizer.encode("", add_special_tokens=True).ids
         self._bos: int | None = bos if bos is not None and added[:1] == [bos] else None

@@ -26,7 +26,7 @@ from rollout.agent.conversation import Conversation
 from rollout.agent.errors import ChatFormatError, EpisodeStateError, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
-from rollout.agent.tools import BadCall, Tool, ToolBox, ToolCall, ToolResult
+from rollout.agent.tools import BadCall, CallCounts, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 from rollout.seeds import derive_seed
 
@@ -90,6 +90,7 @@ class Episode:
         "_sampling",
         "_tools",
         "_total_limit",
+        "call_counts",
         "limit",
         "lineage",
         "reason",
@@ -146,6 +147,7 @@ class Episode:
         self._in_flight: bytes | None = None
         self._cancelling = False
         self._bad_turns = 0
+        self.call_counts = CallCounts()
         self._record = TokenRecord()
         self._conversation: Conversation | None = None
         self._awaits_act = True
@@ -261,7 +263,7 @@ class Episode:
             text = self._conversation.add_reply(ids, end_id=end_id)
         else:
             text = self._format.decode(ids[:-1] if end_id is not None else ids) if self._format else ""
-        good, bad = self._tools.read(text) if len(self._tools) else ((), ())
+        good, bad = self._read_calls(text)
         limit = self._settle(record, shortened=shortened)
         self._count_bad(good, bad)
         if self._cancelling:
@@ -270,6 +272,13 @@ class Episode:
         return Turn(
             index=record.index, ids=ids, text=text, tool_calls=good, bad_calls=bad, limit=limit, record=record, generation=generation
         )
+
+    def _read_calls(self, text: str) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
+        if not len(self._tools):
+            return (), ()
+        good, bad = self._tools.read(text, form=self._format.call_form if self._format else None)
+        self.call_counts.count(good, bad)
+        return good, bad
 
     def _settle(self, record: TurnRecord, *, shortened: bool) -> Limit | None:
         """Return what cut a turn, and end the episode where it cannot go on."""

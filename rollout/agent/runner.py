@@ -27,6 +27,7 @@ from rollout.agent.episode import Episode, EpisodeStatus, PolicyClient
 from rollout.agent.errors import InvalidEnvironment, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit
 from rollout.agent.record import EpisodeRow
+from rollout.agent.tools import CallCounts
 from rollout.agent.turn import Turn, TurnSampling
 from rollout.seeds import derive_seed
 
@@ -100,7 +101,8 @@ class PhaseTimeouts:
 class EpisodeResult:
     """How one episode went. `reward` is None unless the environment scored it; `rows` hold what was sampled in any case.
 
-    Units: `seconds` by phase. `good_calls` and `bad_calls` count tool calls, `call_turns` the turns that held any.
+    Units: `seconds` by phase. `good_calls` and `bad_calls` count tool calls, `call_turns` the turns that held any,
+    `turns_without_calls` those that held none although tools were on offer.
     """
 
     task: EpisodeTask
@@ -114,6 +116,7 @@ class EpisodeResult:
     good_calls: int = 0
     bad_calls: int = 0
     call_turns: int = 0
+    turns_without_calls: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -243,6 +246,7 @@ class _Run:
             good_calls=self.counts["good"],
             bad_calls=self.counts["bad"],
             call_turns=self.counts["turns"],
+            turns_without_calls=episode.call_counts.absent if episode else 0,
             seconds=dict(self.seconds),
         )
 
@@ -302,7 +306,8 @@ async def run_episodes(
     """Run tasks with at most `concurrency` episodes at once and return their results in the order of the tasks.
 
     Tasks are drawn when a worker is free. The callbacks run in the event loop after each episode; an error in one ends the run.
-    Cancelling the caller cancels every running request. Raises: as `run_episode`; InvalidEpisode.
+    Cancelling the caller cancels every running request. Warns with `NoToolCalls` where tools were on offer and no call could be read.
+    Raises: as `run_episode`; InvalidEpisode.
     """
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidEpisode(
@@ -348,7 +353,15 @@ async def run_episodes(
     async with asyncio.TaskGroup() as workers:
         for _ in range(concurrency if total is None else min(concurrency, total)):
             workers.create_task(work())
+    _calls_of(results.values()).warn_if_none_parsed()
     return [results[number] for number in sorted(results)]
+
+
+def _calls_of(results: Iterable[EpisodeResult]) -> CallCounts:
+    counts = CallCounts()
+    for result in results:
+        counts.add(CallCounts(result.good_calls, result.bad_calls, result.turns_without_calls))
+    return counts
 
 
 def _soft_failure(episode: Episode) -> Failure | None:

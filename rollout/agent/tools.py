@@ -1,28 +1,33 @@
-"""Tools that a model may call: their schemas, the calls in a reply, and running them within bounds.
+"""Tools that a model may call: what they are, which calls of a reply are good, and running them within bounds.
 
-The form is the one of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number in a reply.
-Nothing that a model writes raises here: a call is good (its tool exists and its arguments fit the schema) or bad (with a short
-message that goes back to the model, its tool not run). Decisions a caller may rely on: calls inside thinking are not calls; a
-JSON object that repeats a key is bad, as two readers would disagree on it; arguments are an object, never a string holding
-one; an integer is a fine number, a bool is neither. Invariant: what reaches a conversation is bounded, in size and in time.
+How calls are written is `call_forms.py`'s. Nothing that a model writes raises here: a call is good (its tool exists and its arguments fit
+the schema) or bad (with a short message that goes back to the model, its tool not run). Decisions a caller may rely on: calls inside
+thinking are not calls; a JSON object that repeats a key is bad, as two readers would disagree on it; an integer is a fine number, a
+bool is neither. Invariant: what reaches a conversation is bounded, in size and in time.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.agent.call_forms import DEFAULT_FORM, CallForm, WrittenCall, call_form
+from rollout.agent.call_reader import CallReader, opened_by_prompt
 from rollout.agent.deadline import call_within
 from rollout.agent.errors import InvalidTool, PhaseTimeout, ToolFailed
 from rollout.agent.schema import function_schema, misfit
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_MESSAGE_CHARS = 300
-_CALL = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
+# A run of so few turns may well hold no call by chance.
+MIN_TURNS_TO_WARN = 16
+
+
+class NoToolCalls(UserWarning):
+    """A whole run in which tools were on offer held no tool call that could be read."""
 
 
 class ToolError(Exception):
@@ -130,13 +135,49 @@ class ToolLimits:
     max_calls: int = 16
 
 
+@dataclass(slots=True)
+class CallCounts:
+    """Tool calls over turns in which tools were on offer: `parsed` and `failed` count calls, `absent` counts turns that held none."""
+
+    parsed: int = 0
+    failed: int = 0
+    absent: int = 0
+
+    def count(self, good: Sequence[ToolCall], bad: Sequence[BadCall]) -> None:
+        """Count one turn."""
+        self.parsed += len(good)
+        self.failed += len(bad)
+        self.absent += not (good or bad)
+
+    def add(self, other: CallCounts) -> None:
+        """Add what was counted elsewhere."""
+        self.parsed += other.parsed
+        self.failed += other.failed
+        self.absent += other.absent
+
+    def warn_if_none_parsed(self) -> None:
+        """Warn where a run's turns held no call that could be read; runs of fewer than 16 such turns say nothing."""
+        if not self.parsed and self.failed + self.absent >= MIN_TURNS_TO_WARN:
+            warnings.warn(
+                f"no tool call of the whole run could be read: {self.failed} failed to parse, {self.absent} turns held none; the model may "
+                "write another form than the one that is read (name it: ToolBox(tools, form=...)) or its template shows it no tools",
+                NoToolCalls,
+                stacklevel=3,
+            )
+
+
 class ToolBox:
-    """The tools of an episode: reads calls out of replies and runs them, one after the other in the order written."""
+    """The tools of an episode: reads calls out of replies and runs them, one after the other in the order written.
 
-    __slots__ = ("_limits", "_tools")
+    `form` names how the model writes calls: one of `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `json`, or a `CallForm`; absent, the
+    episode takes the one that the chat template shows. Raises: InvalidTool.
+    """
 
-    def __init__(self, tools: Iterable[Tool | Callable[..., Any]], limits: ToolLimits | None = None):
+    __slots__ = ("_form", "_limits", "_tools")
+
+    def __init__(self, tools: Iterable[Tool | Callable[..., Any]], limits: ToolLimits | None = None, *, form: str | CallForm | None = None):
         self._limits = limits or ToolLimits()
+        self._form = call_form(form) if isinstance(form, str) else form
         self._tools: dict[str, Tool] = {}
         for given in tools:
             tool = given if isinstance(given, Tool) else Tool.from_function(given)
@@ -158,46 +199,42 @@ class ToolBox:
         """Return all tools as chat templates want them."""
         return [tool.schema for tool in self._tools.values()]
 
-    def read(self, text: str) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
-        """Return the good and the bad calls of a reply. Never raises, whatever the text."""
+    def read(self, text: str, *, form: str | None = None) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
+        """Return the good and the bad calls of a whole reply. Never raises, whatever the text; `form` is used where the box has none."""
+        reader = self.reader(form=form, thinking=opened_by_prompt(text))
+        return self.check([*reader.feed(text), *reader.end()])
+
+    def reader(self, *, form: str | None = None, thinking: bool = False) -> CallReader:
+        """Return what reads a reply while it is streamed; `thinking`: the prompt opened a thinking block. Raises: InvalidTool."""
+        used = self._form or call_form(form or DEFAULT_FORM)
+        return CallReader(used, self._parameters, max_call_chars=self._limits.max_call_chars, thinking=thinking)
+
+    def _parameters(self, name: str) -> Mapping[str, Any] | None:
+        tool = self._tools.get(name)
+        return tool.parameters if tool else None
+
+    def check(self, written: Iterable[WrittenCall]) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
+        """Return which of a reply's calls may run and which may not."""
         good: list[ToolCall] = []
         bad: list[BadCall] = []
-        for place, match in enumerate(_CALL.finditer(_after_thinking(text))):
+        for place, call in enumerate(written):
             if place >= self._limits.max_calls:
                 bad.append(BadCall(message=f"at most {self._limits.max_calls} calls a turn are run; the rest were not", place=place))
                 break
-            closed = match.group().endswith(CLOSE)
-            call = self._read_one(match.group(1), place, closed=closed)
-            (good if isinstance(call, ToolCall) else bad).append(call)  # type: ignore[arg-type]
+            problem = self._problem(call)
+            if problem is None and call.name is not None:
+                good.append(ToolCall(name=call.name, arguments=call.arguments, place=place))
+            else:
+                bad.append(BadCall(message=_short(str(problem)), place=place, name=call.name and call.name[:64]))
         return tuple(good), tuple(bad)
 
-    def _read_one(self, body: str, place: int, *, closed: bool) -> ToolCall | BadCall:
-        if len(body) > self._limits.max_call_chars:
-            return BadCall(message=f"the call has {len(body)} characters; the limit is {self._limits.max_call_chars}", place=place)
-        if not closed:
-            return BadCall(message=f"the call is not closed: {CLOSE} is missing", place=place)
-        try:
-            call = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-            return BadCall(message=_short(f"the call is not valid JSON: {reason}"), place=place)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return BadCall(message='the call must be a JSON object with a string "name" and an object "arguments"', place=place)
-        name = call["name"]
-        tool = self._tools.get(name)
-        if tool is None:
-            known = ", ".join(self._tools)
-            return BadCall(message=_short(f"there is no tool {name[:64]!r}; the tools are: {known}"), place=place, name=name[:64])
-        if set(call) - {"name", "arguments", "id"}:
-            return BadCall(message='the call must hold "name" and "arguments" only', place=place, name=name)
-        arguments = call.get("arguments")
-        if not isinstance(arguments, dict):
-            found = "missing" if "arguments" not in call else _kind(arguments)
-            return BadCall(message=f'"arguments" must be a JSON object, it is {found}', place=place, name=name)
-        problem = misfit(arguments, tool.parameters, "arguments")
-        if problem:
-            return BadCall(message=_short(problem), place=place, name=name)
-        return ToolCall(name=name, arguments=arguments, place=place)
+    def _problem(self, call: WrittenCall) -> str | None:
+        """Return why a call must not run, None if it may."""
+        if call.name is not None and call.name not in self._tools:
+            return f"there is no tool {call.name[:64]!r}; the tools are: {', '.join(self._tools)}"
+        if call.problem is not None or call.name is None:
+            return call.problem or "the call has no name"
+        return misfit(call.arguments, self._tools[call.name].parameters, "arguments")
 
     async def run(self, calls: Sequence[ToolCall], bad: Sequence[BadCall] = ()) -> list[ToolResult]:
         """Run the good calls and return a result for every call, in the order written. Raises: ToolFailed."""
@@ -226,38 +263,5 @@ class ToolBox:
         return ToolResult(name=tool.name, content=tool.clip(text), ok=True, place=call.place)
 
 
-def _after_thinking(text: str) -> str:
-    if "</think>" in text:
-        return text.rpartition("</think>")[2]
-    return text.partition("<think>")[0] if "<think>" in text else text
-
-
 def _short(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
-
-
-def _kind(value: Any) -> str:
-    for kind, name in ((type(None), "null"), (bool, "a bool"), ((int, float), "a number"), (str, "a string"), (list, "a list")):
-        if isinstance(value, kind):
-            return name
-    return "an object"
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key[:64]!r} is there twice")
-        found[key] = value
-    return found
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:32]} is too large for a number")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -17,9 +17,10 @@ PUBLIC = {
         PromptScore RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
     """,
     "rollout.agent": """
-        AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError
-        EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit PhaseTimeouts Progress Start Step TokenizerMismatch Tool
-        ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
+        AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult
+        EpisodeRow EpisodeStateError EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit NoToolCalls PhaseTimeouts
+        Progress Start Step TokenizerMismatch Tool ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling
+        derive_seed group_tasks run_episode run_episodes
     """,
     "trainer_bridge": """
         Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap

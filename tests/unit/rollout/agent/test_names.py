@@ -7,9 +7,10 @@ import pytest
 import rollout.agent
 
 NAMES = """
-    AgentError BadCall ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError
-    EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit PhaseTimeouts Progress Start Step TokenizerMismatch Tool
-    ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed group_tasks run_episode run_episodes
+    AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow
+    EpisodeStateError EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start
+    Step TokenizerMismatch Tool ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed
+    group_tasks run_episode run_episodes
 """
 PUBLIC = NAMES.split()
 

@@ -16,6 +16,7 @@ from rollout.agent import (
     EpisodeTask,
     FailureKind,
     InvalidEpisode,
+    NoToolCalls,
     PhaseTimeouts,
     Start,
     Step,
@@ -205,6 +206,14 @@ def test_bad_calls_are_the_policys_failure_and_are_scored() -> None:
     (result,) = run([task], client, limits=EpisodeLimits(max_bad_turns=2))
     assert result.status is EpisodeStatus.BAD_CALLS and result.failure.kind is FailureKind.POLICY
     assert result.reward == 2.0 and result.bad_calls == 2
+
+
+def test_turns_without_calls_are_counted_where_tools_are_on_offer_and_a_run_that_parses_none_warns() -> None:
+    tasks = [EpisodeTask(make_environment=lambda: Guess(tools=(Tool.from_function(echo),))) for _ in range(8)]
+    with pytest.warns(NoToolCalls, match="0 failed to parse, 16 turns held none"):
+        results = run(tasks)
+    assert [(result.good_calls, result.turns_without_calls) for result in results] == [(0, result.num_turns) for result in results]
+    assert all(result.turns_without_calls == 0 for result in run(tasks_of(8)))
 
 
 def test_a_limit_is_named_and_the_episode_is_scored() -> None:
