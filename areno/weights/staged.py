@@ -1,13 +1,13 @@
 """What is learnt of a tensor when it is staged: its digest, whether it is finite, whether it differs from the live one.
 
 The update asks once for each tensor, beside decode, so that a commit has nothing left to read but a few numbers. On a CUDA
-device everything runs on the staging stream and no answer is waited for until the commit; tensors that are staged in host
-memory pass through the device piece by piece.
+device everything runs on the staging stream, many tensors in one launch, and no answer is waited for until the commit; tensors
+that are staged in host memory pass through the device piece by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +35,24 @@ class PendingFacts:
     words: torch.Tensor
 
 
-def inspect(staged: torch.Tensor, live: torch.Tensor) -> StagedFacts | PendingFacts:
-    """Find out about a staged tensor; on a CUDA device without waiting. Shapes: both tensors alike, contiguous."""
-    if live.device.type == "cpu":
-        return StagedFacts(digest(staged), is_finite(staged), not torch.equal(bits_of(staged), bits_of(live)))
+def inspect(staged: torch.Tensor, live: torch.Tensor) -> StagedFacts:
+    """Find out about a tensor staged in host memory for a model there. Shapes: both tensors alike, contiguous."""
+    return StagedFacts(digest(staged), is_finite(staged), not torch.equal(bits_of(staged), bits_of(live)))
+
+
+def inspect_on_device(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[PendingFacts]:
+    """Find out about staged tensors of a model on a CUDA device, without waiting. Shapes: each two alike, contiguous."""
+    from areno.kernels.weights import inspect_pairs
+
+    facts: dict[int, PendingFacts] = {place: _inspect_parts(*pair) for place, pair in enumerate(pairs) if not pair[0].is_cuda}
+    there = [place for place in range(len(pairs)) if place not in facts]
+    if there:
+        facts |= zip(there, map(PendingFacts, inspect_pairs([pairs[place] for place in there])))
+    return [facts[place] for place in range(len(pairs))]
+
+
+def _inspect_parts(staged: torch.Tensor, live: torch.Tensor) -> PendingFacts:
+    """Find out about a tensor that waits in host memory."""
     flat, against = staged.reshape(-1), live.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=live.device)
     finite = torch.ones((), dtype=torch.bool, device=live.device)

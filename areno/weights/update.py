@@ -7,7 +7,7 @@ either keeps it or swaps back. Nothing here touches live weights before `swap`.
       ^----stage--------'
 
 Invariant: a full update is complete or refused as a whole. Live storage keeps its addresses: the contents of live and
-staged tensors change places through a small scratch buffer, so a second swap restores the old bits.
+staged tensors change places (through a small scratch buffer, on a device in one pass), so a second swap restores the old bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +28,11 @@ from areno.weights.digest import MASK64, bits_of, digest, digest_slice
 from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
 from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
 from areno.weights.slices import SliceLedger
-from areno.weights.staged import PendingFacts, StagedFacts, inspect, inspect_slice, known
+from areno.weights.staged import PendingFacts, StagedFacts, inspect, inspect_on_device, inspect_slice, known
 
 _SCRATCH_BYTES = 16 << 20
+_LOOK_BYTES = 1 << 30
+"""Staged bytes that one look on a device waits for, so that its launches are few and a commit finds little left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,9 @@ class WeightUpdate:
     """An open update of `table`. One at a time: it stages in the table's one staging storage."""
 
     __slots__ = (
+        "_copies",
         "_facts",
+        "_looks",
         "_manifest",
         "_opened_at",
         "_scratch",
@@ -147,8 +151,10 @@ class WeightUpdate:
         self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
         self._tied: dict[str, int] = {}
         self._slices = SliceLedger()
-        # Tensors that slices made whole on a device, of which nothing is known yet.
-        self._unknown: set[str] = set()
+        # On a device: copies that wait to be launched together, staged tensors that nothing is known of yet, and when looks began and ended.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unknown: dict[str, int] = {}
+        self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scratch: torch.Tensor | None = None
         self._opened_at = time.monotonic()
         self.version = version
@@ -187,13 +193,17 @@ class WeightUpdate:
         self._facts.pop(canonical, None)
         with self._beside_decode(tensor):
             target.copy_(tensor)
+        if self._stream is None:
             started = time.perf_counter()
             facts = inspect(target, self._table.views[canonical])
-        self.inspect_s += time.perf_counter() - started
-        if isinstance(facts, StagedFacts) and not facts.finite:
-            raise _not_finite(name, self._table.dtype)
-        self._facts[canonical] = facts
+            self.inspect_s += time.perf_counter() - started
+            if not facts.finite:
+                raise _not_finite(name, self._table.dtype)
+            self._facts[canonical] = facts
+        else:
+            self._unknown[canonical] = target.nbytes
         self._sources[canonical] = name
+        self._look(at_least=_LOOK_BYTES)
 
     @contextlib.contextmanager
     def _beside_decode(self, *sources: torch.Tensor) -> Iterator[None]:
@@ -231,6 +241,7 @@ class WeightUpdate:
             raise mismatch(f"tensor {canonical} was offered twice, as {earlier} and as {name}", name, "send each tensor under one name")
         self._sources.pop(canonical, None)
         self._facts.pop(canonical, None)
+        self._unknown.pop(canonical, None)
         self._tied.pop(canonical, None)
         if canonical in self._table.tied:
             cast = values.to(self._table.dtype)
@@ -240,30 +251,55 @@ class WeightUpdate:
             return
         live = self._table.views[canonical].view(-1)[start : start + count]
         staged = self._staged.views[canonical].view(-1)[start : start + count]
-        with self._beside_decode(values):
+        facts = None
+        if self._stream is None:
             staged.copy_(values)
-        started = time.perf_counter()
-        facts = inspect_slice(staged, live, start) if self._stream is None else None
-        self.inspect_s += time.perf_counter() - started
-        if facts is not None and not facts.finite:
-            raise _not_finite(name, self._table.dtype)
+            started = time.perf_counter()
+            facts = inspect_slice(staged, live, start)
+            self.inspect_s += time.perf_counter() - started
+            if not facts.finite:
+                raise _not_finite(name, self._table.dtype)
+        elif values.is_cuda and staged.is_cuda:
+            self._copies.append((staged, values))
+        else:
+            with self._beside_decode(values):
+                staged.copy_(values, non_blocking=True)
         if not self._slices.add(canonical, start, count, facts, size=size):
             return
         self._sources[canonical] = name
         if facts is None:
-            self._unknown.add(canonical)
+            self._unknown[canonical] = self._staged.views[canonical].nbytes
         else:
             self._facts[canonical] = self._slices.facts(canonical)
 
     def settle_slices(self) -> None:
-        """Wait until every slice is copied; what it was copied from may be written then. Begins, on a device, to look at the tensors."""
+        """Copy every slice and wait for it; what it was copied from may be written then. Begins, on a device, to look at the tensors."""
         if self._stream is None:
             return
+        self._launch_copies()
         self._stream.synchronize()
+        self._look(at_least=_LOOK_BYTES)
+
+    def _launch_copies(self) -> None:
+        """Launch the copies that wait, those of one dtype together."""
+        copies, self._copies = self._copies, []
+        with self._beside_decode(*(source for _, source in copies)):
+            for dtype in {source.dtype for _, source in copies}:
+                alike = [(target, source) for target, source in copies if source.dtype == dtype]
+                torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)
+
+    def _look(self, *, at_least: int) -> None:
+        """Find out about the tensors staged on a device, if they have that many bytes; nothing is waited for."""
+        if not self._unknown or sum(self._unknown.values()) < at_least:
+            return
+        names, self._unknown = list(self._unknown), {}
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with self._beside_decode():
-            for name in self._unknown & self._sources.keys():
-                self._facts[name] = inspect(self._staged.views[name], self._table.views[name])
-        self._unknown.clear()
+            events[0].record()
+            facts = inspect_on_device([(self._staged.views[name], self._table.views[name]) for name in names])
+            events[1].record()
+        self._facts.update(zip(names, facts))
+        self._looks.append(events)
 
     def _check_offer(self, name: str, canonical: str, offered: TensorSpec) -> None:
         known = self._table.views.get(self._table.tied.get(canonical, canonical))
@@ -300,18 +336,20 @@ class WeightUpdate:
         if digests is not None:
             self._check_digests(digests)
         self.counts = self._count()
-        elements = min(_SCRATCH_BYTES // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
-        with torch.inference_mode(False):
-            self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
+        if not self._swaps_on_device:
+            elements = min(_SCRATCH_BYTES // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
         self.state = UpdateState.VERIFIED
 
     def _learn(self) -> None:
         """Wait for what is still to be found out of the staged tensors; refuse those that are not finite, by name."""
-        with self._beside_decode():
-            for name in self._sources.keys() - self._facts.keys():
-                self._facts[name] = inspect(self._staged.views[name], self._table.views[name])
         if self._stream is not None:
+            self._launch_copies()
+            self._look(at_least=0)
             self._stream.synchronize()
+            self.inspect_s += sum(begun.elapsed_time(ended) for begun, ended in self._looks) / 1e3
+            self._looks.clear()
         names = list(self._sources)
         self._facts.update(zip(names, known(self._facts[name] for name in names)))
         broken = [name for name in names if not self._fact(name).finite]
@@ -387,18 +425,32 @@ class WeightUpdate:
 
         Tensors that a partial update did not bring keep their values. Mutates: live, staged and derived tensors.
         """
-        assert self.state is not UpdateState.OPEN and self._scratch is not None, "an update is verified before its swap"
-        for name in self._sources:
-            live, staged = self._table.views[name].view(-1), self._staged.views[name].view(-1)
-            for start in range(0, live.numel(), self._scratch.numel()):
-                live_part, staged_part = live[start : start + self._scratch.numel()], staged[start : start + self._scratch.numel()]
-                kept = self._scratch[: live_part.numel()].copy_(live_part)
-                live_part.copy_(staged_part, non_blocking=True)
-                staged_part.copy_(kept, non_blocking=True)
+        assert self.state is not UpdateState.OPEN, "an update is verified before its swap"
+        pairs = [(self._table.views[name], self._staged.views[name]) for name in self._sources]
+        if self._swaps_on_device:
+            from areno.kernels.weights import swap_pairs
+
+            swap_pairs(pairs)
+        else:
+            self._swap_through_scratch(pairs)
         self._table.rebuild_derived()
         if self._stream is not None:
             torch.cuda.current_stream(self._table.device).synchronize()
         self.state = UpdateState.VERIFIED if self.state is UpdateState.SWAPPED else UpdateState.SWAPPED
+
+    @property
+    def _swaps_on_device(self) -> bool:
+        return self._staged.device.type == "cuda"
+
+    def _swap_through_scratch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        assert self._scratch is not None, "verification makes room for the swap"
+        size = self._scratch.numel()
+        for live, staged in ((live.view(-1), staged.view(-1)) for live, staged in pairs):
+            for start in range(0, live.numel(), size):
+                live_part, staged_part = live[start : start + size], staged[start : start + size]
+                kept = self._scratch[: live_part.numel()].copy_(live_part)
+                live_part.copy_(staged_part, non_blocking=True)
+                staged_part.copy_(kept, non_blocking=True)
 
 
 def _check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -52,7 +52,10 @@ class PackedBucket:
     def write(self, memory: torch.Tensor) -> None:
         """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there."""
         for piece in self.pieces:
-            memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype).copy_(piece.values)
+            place = memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype)
+            place.copy_(piece.values, non_blocking=True)
+        for device in {piece.values.device for piece in self.pieces if piece.values.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _aligned(size: int) -> int:

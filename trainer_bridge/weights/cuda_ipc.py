@@ -21,7 +21,10 @@ import torch
 from trainer_bridge.weights.bucket import ALIGNMENT, Piece, pack
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
-DEFAULT_BUCKET_BYTES = 256 * 2**20
+# What is announced where it lies takes no memory: few large buckets.
+DEFAULT_BUCKET_BYTES = 2 * 2**30
+# What has to be copied first takes two of these.
+BOUNCE_BYTES = 256 * 2**20
 HANDLE_BYTES = 64
 # Allocations that one announcement may name; the service's own limit is far above.
 MAX_ALLOCATIONS = 1024
@@ -107,6 +110,7 @@ class CudaIpcTransport:
     ) -> None:
         self._client, self._device, self._timeout_s = client, device, timeout_s
         self.bucket_bytes = max(bucket_bytes, ALIGNMENT)
+        self._bounce_bytes = min(self.bucket_bytes, BOUNCE_BYTES)
         self._driver: Driver | None = None
         self._known: dict[int, Allocation | None] = {}
         self._events: list[tuple[Any, bytes]] = []
@@ -158,7 +162,7 @@ class CudaIpcTransport:
     def _bounce(self, turn: int) -> _Bounce:
         assert self._driver is not None, "a transport is opened first"
         while len(self._bounces) <= turn:
-            self._bounces.append(_Bounce(self._driver, self.bucket_bytes, self._device))
+            self._bounces.append(_Bounce(self._driver, self._bounce_bytes, self._device))
         return self._bounces[turn]
 
     def send(self, bucket: Bucket) -> None:
@@ -176,7 +180,7 @@ class CudaIpcTransport:
             self._bounced += len(others)
             for group in _groups(direct.items()):
                 self._send_direct(dict(group))
-            for packed in pack(others, self.bucket_bytes):
+            for packed in pack(others, self._bounce_bytes):
                 turn = self._next % 2
                 self._settle(turn)
                 bounce = self._bounce(turn)

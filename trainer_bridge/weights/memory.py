@@ -64,7 +64,7 @@ def remove_segments_of_the_dead(folder: Path = SHARED_FOLDER) -> None:
 class Segment:
     """One file of shared memory, allocated and mapped. Raises: TransportUnusable where it does not fit."""
 
-    def __init__(self, name: str, size: int, folder: Path = SHARED_FOLDER) -> None:
+    def __init__(self, name: str, size: int, folder: Path = SHARED_FOLDER, *, pinned: bool = False) -> None:
         self.name, self.size, self.nonce = name, size, secrets.token_bytes(16)
         self.call: SentCall | None = None
         path = folder / name
@@ -87,8 +87,11 @@ class Segment:
             ) from error
         finally:
             os.close(descriptor)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)[HEAD_BYTES:]
-        self._finalizer = weakref.finalize(self, _unlink, path, os.getpid())
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = whole[HEAD_BYTES:]
+        # Copies from a device into memory that is not pinned go at a fraction of the bus's rate. Where it cannot be pinned they go so.
+        pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)) == 0
+        self._finalizer = weakref.finalize(self, _remove, path, os.getpid(), whole.data_ptr() if pinned else 0, self._map)
 
     def label(self, bucket: int) -> None:
         """Write whose bytes follow."""
@@ -103,13 +106,17 @@ class Segment:
         self._finalizer()
 
 
-def _unlink(path: Path, pid: int) -> None:
-    if os.getpid() == pid:
-        path.unlink(missing_ok=True)
+def _remove(path: Path, pid: int, pinned_at: int, mapped: mmap.mmap) -> None:
+    """Unpin and remove a segment in the process that made it; `mapped` is held until then."""
+    if os.getpid() != pid:
+        return
+    if pinned_at:
+        torch.cuda.cudart().cudaHostUnregister(pinned_at)
+    path.unlink(missing_ok=True)
 
 
 class SharedMemoryTransport:
-    """Two segments in turn; kept from one update to the next, made anew after an abort."""
+    """Two segments in turn; kept from one update to the next, made anew after an abort. `pinned`: weights come from a device."""
 
     name = "memory"
 
@@ -120,8 +127,9 @@ class SharedMemoryTransport:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = 120.0,
         folder: Path = SHARED_FOLDER,
+        pinned: bool = False,
     ) -> None:
-        self._client, self._timeout_s, self._folder = client, timeout_s, folder
+        self._client, self._timeout_s, self._folder, self._pinned = client, timeout_s, folder, pinned
         self._wanted_bytes = self.bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self.reason = "asked for"
         self._segments: list[Segment] = []
@@ -138,7 +146,8 @@ class SharedMemoryTransport:
             remove_segments_of_the_dead(self._folder)
             pid, token = os.getpid(), secrets.token_hex(8)
             for turn in (0, 1):
-                self._segments.append(Segment(f"{PREFIX}{pid}-{start_time(pid)}-{token}-{turn}", self.bucket_bytes, self._folder))
+                name = f"{PREFIX}{pid}-{start_time(pid)}-{token}-{turn}"
+                self._segments.append(Segment(name, self.bucket_bytes, self._folder, pinned=self._pinned))
         reached("memory", lambda: self._post(PackedBucket((), 0)).result(self._timeout_s), ONE_MACHINE)
 
     def send(self, bucket: Bucket) -> None:

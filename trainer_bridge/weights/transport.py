@@ -170,7 +170,7 @@ def make_transport(
     if not isinstance(choice, str):
         return choice
     size: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-    shared = ({"bucket_bytes": DEVICE_BUCKET_BYTES} if device.type == "cuda" else {}) | size
+    shared: dict[str, Any] = ({"bucket_bytes": DEVICE_BUCKET_BYTES, "pinned": True} if device.type == "cuda" else {}) | size
     on_device = device if device.type == "cuda" else None
     makers: dict[str, Callable[[], Transport]] = {
         "cuda": lambda: CudaIpcTransport(client, device=device, timeout_s=timeout_s, **size),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Small enough for the caches and for a decode step to wait for; large enough that a slice's checks cost little beside its copy.
 HOST_SLICE_BYTES = 4 * 2**20
-# On a device that many launches, or bytes, are made between two looks at everything else.
-DEVICE_SLICES, DEVICE_BYTES = 8, 2**29
+# On a device that many slices, or bytes, are handed over between two looks at everything else.
+DEVICE_SLICES, DEVICE_BYTES = 64, 2**30
 # What a step yields: True where there is nothing to do but wait.
 Steps = Generator[bool, None, None]
 

@@ -1,0 +1,137 @@
+"""Passes over many tensors at once on a CUDA device: what is learnt of staged weights, and the exchange of live and staged ones.
+
+A launch for each of a model's hundreds of tensors would cost the host more than the device; here a table of addresses goes up
+and one launch follows it, each program a span of one tensor. Both read and write what they must and nothing else.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton gives a kernel's arguments their types at each launch.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from areno.kernels.noise import _splitmix64
+from areno.uploads import upload
+from areno.weights.digest import bits_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+BLOCK = 2048
+BLOCKS = 32
+_WORDS = {1: (tl.uint8, torch.uint8), 2: (tl.int16, torch.int16), 4: (tl.int32, torch.int32), 8: (tl.int64, torch.int64)}
+# The bits of an exponent that is all ones: NaN and infinity.
+_EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+
+
+@triton.jit
+def _inspect_kernel(
+    staged, live, counts, piece_of, first_of, words,
+    WORD: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    piece = tl.load(piece_of + tl.program_id(0)).to(tl.int64)
+    first = tl.load(first_of + tl.program_id(0))
+    count = tl.load(counts + piece)
+    staged_words = tl.load(staged + piece).to(tl.pointer_type(WORD))
+    live_words = tl.load(live + piece).to(tl.pointer_type(WORD))
+    total = tl.zeros([BLOCK], tl.uint64)
+    strange = tl.zeros([BLOCK], tl.int32)
+    for block in range(BLOCKS):
+        place = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = place < count
+        if ALIGNED:
+            word = tl.load(tl.multiple_of(staged_words + place, 16), mask=inside, other=0)
+            against = tl.load(tl.multiple_of(live_words + place, 16), mask=inside, other=0)
+        else:
+            word = tl.load(staged_words + place, mask=inside, other=0)
+            against = tl.load(live_words + place, mask=inside, other=0)
+        bits = word.to(tl.int64)
+        # Bit 0: not finite; bit 1: not the live one's bits.
+        strange |= ((bits & EXPONENT) == EXPONENT).to(tl.int32) | ((word != against).to(tl.int32) << 1)
+        if MASK != 0:
+            # A narrow word was sign-extended; its upper bits are no part of it.
+            bits = bits & MASK
+        index = place.to(tl.uint64, bitcast=True)
+        total += bits.to(tl.uint64, bitcast=True) * (_splitmix64(index) | 1)
+    tl.atomic_add(words + piece * 2, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+    found = tl.reduce_or(strange, axis=0)
+    tl.atomic_or(words + piece * 2 + 1, found.to(tl.int64))
+
+
+@triton.jit
+def _swap_kernel(
+    first_side, second_side, counts, piece_of, first_of,
+    WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    piece = tl.load(piece_of + tl.program_id(0)).to(tl.int64)
+    first = tl.load(first_of + tl.program_id(0))
+    count = tl.load(counts + piece)
+    ones = tl.load(first_side + piece).to(tl.pointer_type(WORD))
+    others = tl.load(second_side + piece).to(tl.pointer_type(WORD))
+    for block in range(BLOCKS):
+        place = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = place < count
+        one, other = ones + place, others + place
+        if ALIGNED:
+            one, other = tl.multiple_of(one, 16), tl.multiple_of(other, 16)
+        held = tl.load(one, mask=inside)
+        tl.store(one, tl.load(other, mask=inside), mask=inside)
+        tl.store(other, held, mask=inside)
+
+
+def inspect_pairs(pairs: Sequence[Pair]) -> torch.Tensor:
+    """Return the digest of each first tensor, whether it is finite and whether its bits differ from the second's, without waiting.
+
+    Shapes: both of a pair alike and contiguous, all of one floating dtype; int64 [n, 3], the digest's bits modulo 2^64, 0 or 1, 0 or 1.
+    """
+    dtype, device = pairs[0][0].dtype, pairs[0][0].device
+    assert all(one.dtype == other.dtype == dtype for one, other in pairs), "tensors of one dtype are looked at together"
+    size = dtype.itemsize
+    words = torch.zeros((len(pairs), 2), dtype=torch.int64, device=device)
+    programs, tables, aligned = _tables(pairs, size)
+    if programs:
+        mask = 0 if size == 8 else (1 << (8 * size)) - 1
+        _inspect_kernel[(programs,)](
+            *tables,
+            words,
+            WORD=_WORDS[size][0],
+            MASK=mask,
+            EXPONENT=_EXPONENT[dtype],
+            ALIGNED=aligned,
+            BLOCK=BLOCK,
+            BLOCKS=BLOCKS,
+            num_warps=8,
+        )
+    strange = words[:, 1]
+    return torch.stack([words[:, 0], 1 - (strange & 1), strange >> 1], dim=1)
+
+
+def swap_pairs(pairs: Sequence[Pair]) -> None:
+    """Exchange the contents of each two tensors. Shapes: both of a pair alike and contiguous. Mutates: all of them."""
+    size = math.gcd(8, *(tensor.data_ptr() for pair in pairs for tensor in pair), *(one.nbytes for one, _ in pairs))
+    programs, tables, aligned = _tables([(_as_words(one, size), _as_words(other, size)) for one, other in pairs], size)
+    if programs:
+        _swap_kernel[(programs,)](*tables, WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
+
+
+def _as_words(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    flat = bits_of(tensor)
+    return flat.view(torch.uint8).view(_WORDS[size][1])
+
+
+def _tables(pairs: Sequence[Pair], size: int) -> tuple[int, list[torch.Tensor], bool]:
+    """Return the number of programs, what they look up (addresses, counts, piece and first element), and whether 16-byte loads fit."""
+    assert all(tensor.is_contiguous() for pair in pairs for tensor in pair), "tensors are passed over as flat memory"
+    addresses = np.array([[tensor.data_ptr() for tensor in pair] for pair in pairs], dtype=np.int64).T.copy()
+    counts = np.array([one.numel() for one, _ in pairs], dtype=np.int64)
+    spans = -(-counts // (BLOCK * BLOCKS))
+    piece_of = np.repeat(np.arange(len(pairs), dtype=np.int32), spans)
+    before = np.repeat(np.cumsum(spans) - spans, spans)
+    first_of = (np.arange(piece_of.size, dtype=np.int64) - before) * (BLOCK * BLOCKS)
+    tables = upload(pairs[0][0].device, addresses[0], addresses[1], counts, piece_of, first_of)
+    return int(piece_of.size), tables, not (addresses % 16).any()

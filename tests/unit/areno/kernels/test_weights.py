@@ -1,0 +1,62 @@
+"""Passes over many tensors at once, in Triton's interpreter: digests, flags and exchanges against torch, tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from areno.kernels import weights
+from areno.kernels.weights import inspect_pairs, swap_pairs
+from areno.weights.digest import MASK64, bits_of, digest
+
+
+@pytest.fixture(autouse=True)
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "BLOCK", 64)
+    monkeypatch.setattr(weights, "BLOCKS", 2)
+
+
+def _pairs(dtype: torch.dtype, sizes: list[int], offset: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    made = [(torch.randn(size + offset, generator=generator) * 50).to(dtype)[offset:] for size in sizes for _ in range(2)]
+    return list(zip(made[::2], made[1::2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_each_tensors_digest_and_flags_are_its_own(dtype: torch.dtype, offset: int) -> None:
+    """Equal, changed, NaN and infinite tensors of sizes around a span, aligned or not, in one launch."""
+    pairs = _pairs(dtype, [1, 63, 127, 128, 129, 400, 300, 300], offset)
+    pairs[3] = (pairs[3][0], pairs[3][0].clone())
+    pairs[5][0][399] = float("nan")
+    pairs[6][0][0] = -float("inf")
+    pairs[7] = (pairs[7][0], pairs[7][0].clone())
+    pairs[7][1][250] += 1
+    rows = inspect_pairs(pairs).tolist()
+    for number, (row, (staged, live)) in enumerate(zip(rows, pairs)):
+        assert row[0] & MASK64 == digest(staged)
+        assert bool(row[1]) == bool(torch.isfinite(staged).all()) == (number not in (5, 6))
+        assert bool(row[2]) == (not torch.equal(bits_of(staged), bits_of(live))) == (number != 3)
+
+
+def test_flags_of_one_tensor_do_not_reach_its_neighbours_and_shapes_do_not_matter() -> None:
+    pairs = [
+        (torch.ones(20, 30), torch.ones(20, 30)),
+        (torch.full((7, 11), float("nan")), torch.ones(7, 11)),
+        (torch.ones(3), torch.ones(3)),
+    ]
+    assert [row[1:] for row in inspect_pairs(pairs).tolist()] == [[1, 0], [0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize(("sizes", "offset"), [([128, 1024, 64], 0), ([1, 77, 129, 300], 0), ([5, 200], 1)])
+def test_contents_change_places_and_come_back(dtype: torch.dtype, sizes: list[int], offset: int) -> None:
+    pairs = _pairs(dtype, sizes, offset)
+    before = [(one.clone(), other.clone()) for one, other in pairs]
+    swap_pairs(pairs)
+    for (one, other), (was, other_was) in zip(pairs, before):
+        assert torch.equal(bits_of(one), bits_of(other_was)) and torch.equal(bits_of(other), bits_of(was))
+    swap_pairs(pairs)
+    assert all(torch.equal(bits_of(one), bits_of(was)) for (one, _), (was, _) in zip(pairs, before))
