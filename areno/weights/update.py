@@ -151,7 +151,7 @@ class WeightUpdate:
         self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
         self._tied: dict[str, int] = {}
         self._slices = SliceLedger()
-        # On a device: copies that wait to be launched together, staged tensors that nothing is known of yet, and when looks began and ended.
+        # On a device: copies to be launched together, staged tensors that nothing is known of yet, and when looks began and ended.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unknown: dict[str, int] = {}
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
