@@ -19,6 +19,7 @@ _HOME = {
     "sample_advantages": "trainer_bridge.batch",
     "token_logprobs": "trainer_bridge.loss",
     "samples_of": "trainer_bridge.episodes",
+    "samples_of_group": "trainer_bridge.episodes",
     "BridgeError": "trainer_bridge.errors",
     "GroupShortfall": "trainer_bridge.errors",
     "InvalidBatch": "trainer_bridge.errors",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.errors import InvalidBatch
-from trainer_bridge.samples import TrainingSample
+from trainer_bridge.samples import SampleStatus, TrainingSample
 
 DEFAULT_DDOF = 1
 DEFAULT_EPS = 1e-6
@@ -113,7 +113,9 @@ class Batch:
     False without one). `filtered_ST` marks tokens drawn from what filters had left of the vocabulary, `shaped_ST` those drawn
     under penalties or biases. `kept_counts_ST` int64 (0 where there is no kept set) cut `kept_ids` int64, the ids that the
     filters kept, into places, row by row; `num_without_kept` counts the filtered tokens without. `samples` are the rows in
-    order; `num_left_out` counts the samples that were not trainable.
+    order; `num_left_out` counts the samples that were not trainable, `num_cancelled` those among them that were cancelled.
+    `mean_kept_tokens` and `mean_cancelled_tokens` are the mean numbers of sampled tokens of a row that is kept and of a cancelled one
+    (NaN without any): where slow members are let go, short episodes are kept, and the two show how much.
     """
 
     ids_ST: torch.Tensor
@@ -135,6 +137,9 @@ class Batch:
     samples: tuple[TrainingSample, ...]
     num_without_kept: int = 0
     num_left_out: int = 0
+    num_cancelled: int = 0
+    mean_kept_tokens: float = math.nan
+    mean_cancelled_tokens: float = math.nan
 
     @property
     def num_loss_tokens(self) -> int:
@@ -216,6 +221,7 @@ def collate(
             limit="at least one finished or truncated sample with a reward",
             remedy="look at the failures counted by the source",
         )
+    cancelled = [sample for sample in samples if sample.status is SampleStatus.CANCELLED]
     rows = [_columns(sample, value, version) for sample, value in kept]
     for number, row in enumerate(rows):
         row["sequence_ST"] = np.full(len(row["ids_ST"]), number, np.int64)
@@ -233,6 +239,9 @@ def collate(
         samples=tuple(sample for sample, _ in kept),
         num_without_kept=int((tensors["filtered_ST"] & (tensors["kept_counts_ST"] == 0)).sum()),
         num_left_out=len(samples) - len(kept),
+        num_cancelled=len(cancelled),
+        mean_kept_tokens=float(np.mean([sample.num_sampled for sample, _ in kept])),
+        mean_cancelled_tokens=float(np.mean([sample.num_sampled for sample in cancelled])) if cancelled else math.nan,
     )
 
 

@@ -6,6 +6,7 @@ member always gives at least one sample, so that failures are counted and never 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -53,12 +54,27 @@ def _cause(result: ResultLike) -> tuple[str, str]:
     return f"{result.failure.kind}_{result.failure.phase}", result.failure.text
 
 
+class GroupLike(Protocol):
+    """What is read of a finished group."""
+
+    @property
+    def results(self) -> Sequence[ResultLike]: ...
+    @property
+    def kept(self) -> Sequence[ResultLike]: ...
+
+
 def samples_of(
-    result: ResultLike, *, group_id: Hashable = 0, member: int = 0, info: Mapping[str, Any] | None = None
+    result: ResultLike,
+    *,
+    group_id: Hashable = 0,
+    member: int = 0,
+    info: Mapping[str, Any] | None = None,
+    cancelled_reward: float | None = None,
 ) -> list[TrainingSample]:
     """Return one sample for each row of an episode, all with its reward; a failed one without rows gives one empty sample.
 
-    A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how, `info["code"]` is
+    A cancelled episode's samples have its tokens and are not trained, unless `cancelled_reward` gives it a reward; it then counts as
+    truncated. A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how, `info["code"]` is
     the code of what was raised, if it had one. Episodes that a limit ended are truncated, not failed.
     Raises: InvalidSample.
     """
@@ -74,6 +90,8 @@ def samples_of(
     if result.reward is None and status not in (SampleStatus.CANCELLED, SampleStatus.FAILED):
         status = SampleStatus.FAILED
     reward = None if status is SampleStatus.FAILED else result.reward
+    if status is SampleStatus.CANCELLED and cancelled_reward is not None and any(row.turns for row in result.rows):
+        status, reward = SampleStatus.TRUNCATED, cancelled_reward
     facts = dict(info or {})
     if status is SampleStatus.FAILED:
         facts["cause"], facts["error"] = _cause(result)
@@ -82,3 +100,23 @@ def samples_of(
             facts["code"] = str(code)
     rows = [TrainingSample.from_row(row, reward=reward, group_id=group_id, member=member, status=status, info=facts) for row in result.rows]
     return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]
+
+
+def samples_of_group(
+    group: GroupLike, *, group_id: Hashable = 0, info: Mapping[str, Any] | None = None, cancelled_reward: float | None = None
+) -> list[TrainingSample]:
+    """Return the samples of a group that `rollout.agent.run_group` played: members that count first, numbered from 0.
+
+    The others follow: failed ones take the places that are still free, and members that were let go, or scored beyond the wanted
+    number, come last as cancelled. Raises: InvalidSample.
+    """
+    kept = {id(result) for result in group.kept}
+    others = [result for result in group.results if id(result) not in kept]
+    failed = [result for result in others if result.reward is None and str(result.status) != "cancelled"]
+    surplus = [result for result in others if result.reward is not None or str(result.status) == "cancelled"]
+    samples: list[TrainingSample] = []
+    for member, result in enumerate([*group.kept, *failed, *surplus]):
+        late = len(kept) + len(failed) <= member and result.reward is not None
+        made = samples_of(result, group_id=group_id, member=member, info=info, cancelled_reward=cancelled_reward)
+        samples += [dataclasses.replace(one, status=SampleStatus.CANCELLED, reward=None) for one in made] if late else made
+    return samples

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from trainer_bridge.errors import InvalidSample
-from trainer_bridge.samples import TrainingSample
+from trainer_bridge.samples import SampleStatus, TrainingSample
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class RolloutGroup(Generic[P]):
 def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None:
     """Check that samples are of this group and of all of its members; a failed member has a failed sample.
 
+    Members that were started beyond the group's size and let go may follow, all cancelled or failed.
     A group without any sample passes: it has failed as a whole. Raises: InvalidSample.
     """
     strange = next((sample.group_id for sample in samples if sample.group_id != task.index), None)
@@ -78,7 +79,9 @@ def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None
             limit="advantages are taken within a group, found by its id",
             remedy="make samples with group_id=task.index",
         )
-    members, wanted = {sample.member for sample in samples}, set(range(task.group_size))
+    spare = (SampleStatus.CANCELLED, SampleStatus.FAILED)
+    members = {sample.member for sample in samples if sample.member < task.group_size or sample.status not in spare}
+    wanted = set(range(task.group_size))
     if samples and members != wanted:
         lacking, foreign = sorted(wanted - members), sorted(members - wanted)
         raise InvalidSample(

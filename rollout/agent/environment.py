@@ -6,12 +6,15 @@ or plain functions, which then run in a thread of their own; either way each cal
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from rollout.agent.chat import Message
 from rollout.agent.episode import Episode
+from rollout.agent.errors import InvalidEnvironment
 from rollout.agent.tools import Tool
 from rollout.agent.turn import Turn
 
@@ -49,3 +52,36 @@ class Environment(Protocol):
     def score(self, episode: Episode) -> float | Awaitable[float]:
         """Return the reward of an episode that ended, also of one that a limit or bad calls ended (see its status)."""
         ...
+
+
+class EnvironmentUses:
+    """Which environments were handed to an episode already: each is for one. Used from one thread of an event loop or several."""
+
+    def __init__(self) -> None:
+        self._playing: dict[int, Any] = {}
+        self._played: dict[int, weakref.ref[Any]] = {}
+
+    def claim(self, environment: Any) -> None:
+        """Take an environment for one episode. Raises: InvalidEnvironment for one that was played before."""
+        key = id(environment)
+        former = self._played.get(key)
+        if key in self._playing or (former is not None and former() is environment):
+            raise InvalidEnvironment(
+                f"make_environment returned the same {type(environment).__name__} again",
+                field="make_environment",
+                value=type(environment).__name__,
+                limit="an environment is played once",
+                remedy="make a new one in each call: pass the class, or a function that calls it",
+            )
+        self._playing[key] = environment
+        # Without a place for weak references only two episodes at once are told apart.
+        with contextlib.suppress(TypeError):
+            self._played[key] = weakref.ref(environment, lambda _: self._played.pop(key, None))
+
+    def release(self, environment: Any) -> None:
+        """Let go of an environment whose episode is over."""
+        if environment is not None and self._playing.get(id(environment)) is environment:
+            del self._playing[id(environment)]
+
+
+ENVIRONMENTS = EnvironmentUses()

@@ -11,7 +11,8 @@ RolloutError
     ├── InvalidTool (ValueError)          invalid_tool            a function that cannot be offered as a tool
     ├── ToolFailed (RuntimeError)         tool_failed             a tool broke and was declared essential
     ├── InvalidEnvironment (ValueError)   invalid_environment     an environment returned what it must not
-    └── PhaseTimeout (TimeoutError)       phase_timeout           a phase of an episode took too long
+    ├── PhaseTimeout (TimeoutError)       phase_timeout           a phase of an episode took too long
+    └── InfrastructureFailure (RuntimeError) infrastructure_failure what an environment or a tool stands on is away; raise it yourself
 """
 
 from __future__ import annotations
@@ -83,3 +84,12 @@ class PhaseTimeout(AgentError, TimeoutError):
     """A phase of an episode took longer than it may."""
 
     code = "phase_timeout"
+
+
+class InfrastructureFailure(AgentError, RuntimeError):
+    """What an environment or a tool stands on (a sandbox, a database) is away: nobody's doing, and another attempt may succeed.
+
+    Environments and tools raise it themselves. The episode then fails as the infrastructure's, and a group plays the member again.
+    """
+
+    code = "infrastructure_failure"

@@ -11,6 +11,7 @@ cancellation of its own task passes through. What the policy did badly is scored
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 import time
@@ -22,14 +23,17 @@ from typing import Any
 
 from rollout.agent.chat import ChatFormat
 from rollout.agent.deadline import call_within
-from rollout.agent.environment import Environment, Start, Step
+from rollout.agent.environment import ENVIRONMENTS, Environment, Start, Step
 from rollout.agent.episode import Episode, EpisodeStatus, PolicyClient
-from rollout.agent.errors import InvalidEnvironment, InvalidEpisode
+from rollout.agent.errors import InfrastructureFailure, InvalidEnvironment, InvalidEpisode
 from rollout.agent.limits import EpisodeLimits, Limit
 from rollout.agent.record import EpisodeRow
 from rollout.agent.tools import CallCounts
 from rollout.agent.turn import Turn, TurnSampling
 from rollout.seeds import derive_seed
+
+# What a released episode's turn may take to give back what it sampled.
+RELEASE_WAIT_S = 5.0
 
 
 class FailureKind(enum.StrEnum):
@@ -44,12 +48,16 @@ class FailureKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an episode did not end as done: whose doing, in which phase, and the error's code (None for a stranger's) and text."""
+    """Why an episode did not end as done: whose doing, in which phase, and the error's code (None for a stranger's) and text.
+
+    `passing`: the infrastructure's, and another attempt may succeed; a request that was refused for its values stays refused.
+    """
 
     kind: FailureKind
     phase: str
     text: str
     code: str | None = None
+    passing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +145,33 @@ class _Broken(Exception):
         self.failure = failure
 
 
-class _Run:
-    """The state of one running episode: its environment, its episode once it began, and what was counted."""
+class _Released(Exception):
+    """The episode was released: it ends as cancelled."""
 
-    __slots__ = ("client", "counts", "environment", "episode", "format", "info", "limits", "sampling", "seconds", "task", "timeouts")
+
+class EpisodeRun:
+    """The state of one running episode: its environment, its episode once it began, and what was counted.
+
+    `released` says that somebody let the episode go before its end (`release`); it then ends as cancelled, with what was sampled.
+    """
+
+    __slots__ = (
+        "_interrupting",
+        "_task",
+        "client",
+        "counts",
+        "environment",
+        "episode",
+        "format",
+        "info",
+        "limits",
+        "phase_name",
+        "released",
+        "sampling",
+        "seconds",
+        "task",
+        "timeouts",
+    )
 
     def __init__(
         self,
@@ -158,29 +189,78 @@ class _Run:
         self.episode: Episode | None = None
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.phase_name: str | None = None
+        self.released = self._interrupting = False
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> EpisodeResult:
+        """Play the episode to its end, close the environment and return the result. Raises: nothing but cancellation."""
+        self._task = asyncio.current_task()
+        reward, failure = None, None
+        try:
+            if not self.released:
+                reward = await self.play()
+        except _Released:
+            reward = None
+        except _Broken as broken:
+            failure = broken.failure
+        finally:
+            await self.close()
+        return self.result(reward, failure)
+
+    async def release(self) -> None:
+        """Let the episode end as cancelled now, in whatever phase it is; idempotent, and too late once it was scored.
+
+        A running turn gives back what it had sampled, any other phase is interrupted.
+        """
+        if self.released or self.phase_name == "close":
+            return
+        self.released = True
+        if self.phase_name == "act" and self.episode is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.episode.cancel(), RELEASE_WAIT_S)
+        else:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Break off the phase of a released episode."""
+        if self._task is not None and self.phase_name not in (None, "close") and not self._interrupting:
+            self._interrupting = True
+            self._task.cancel()
 
     async def phase(self, kind: FailureKind, name: str, timeout_s: float | None, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a phase returns; its failure becomes `_Broken` with whose it is."""
-        started = time.perf_counter()
+        started, self.phase_name = time.perf_counter(), name
         try:
             return await call_within(timeout_s, f"{kind} {name}", function, *arguments)
+        except asyncio.CancelledError:
+            if not self._interrupting or self._task is None or self._task.uncancel():
+                raise
+            self._interrupting = False
+            raise _Released from None
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:500]}"
             # What failed in the engine says more than that a request failed.
             code = getattr(error, "reason_code", None) or getattr(error, "code", None)
-            raise _Broken(Failure(kind=kind, phase=name, text=text, code=code)) from error
+            kind = FailureKind.INFRASTRUCTURE if isinstance(error, InfrastructureFailure) else kind
+            passing = kind is FailureKind.INFRASTRUCTURE and not isinstance(error, ValueError)
+            raise _Broken(Failure(kind=kind, phase=name, text=text, code=code, passing=passing)) from error
         finally:
             self.seconds[name] += time.perf_counter() - started
 
     async def play(self) -> float | None:
         """Run the episode to its end and return its reward, None if it was cancelled."""
         env, limit = FailureKind.ENVIRONMENT, self.timeouts
-        self.environment = await self.phase(env, "make", limit.reset_s, self.task.make_environment)
+        environment = await self.phase(env, "make", limit.reset_s, self.task.make_environment)
+        await self.phase(env, "make", limit.reset_s, _inline(ENVIRONMENTS.claim), environment)
+        self.environment = environment
         start = await self.phase(env, "reset", limit.reset_s, self.environment.reset, self.task.seed)
         self.episode = episode = await self.phase(env, "reset", limit.reset_s, self.begin, start)
         while episode.running:
             turn = await self.phase(FailureKind.INFRASTRUCTURE, "act", limit.act_s, episode.act)
             self.count(turn)
+            if self.released:
+                raise _Released
             if not episode.running:
                 break
             if turn.calls_tools:
@@ -192,7 +272,7 @@ class _Run:
         if episode.status is EpisodeStatus.CANCELLED:
             return None
         if episode.status is EpisodeStatus.FAILED:
-            raise _Broken(Failure(kind=FailureKind.INFRASTRUCTURE, phase="act", text=episode.reason or "failed"))
+            raise _Broken(Failure(kind=FailureKind.INFRASTRUCTURE, phase="act", text=episode.reason or "failed", passing=True))
         score = await self.phase(env, "score", limit.score_s, self.environment.score, episode)
         return await self.phase(env, "score", limit.score_s, _inline(_checked_reward), score)
 
@@ -229,15 +309,26 @@ class _Run:
     def result(self, reward: float | None, failure: Failure | None) -> EpisodeResult:
         """Return the episode's result as it stands."""
         episode = self.episode
+        if self.released and reward is None:
+            return self.as_cancelled()
         if episode is not None and failure is None:
             failure = _soft_failure(episode)
         elif episode is not None and failure is not None:
             episode.fail(failure.text)
         broken = failure is not None and failure.kind not in (FailureKind.POLICY, FailureKind.LIMIT)
+        status = EpisodeStatus.FAILED if broken or episode is None else episode.status
+        return self._result(status, episode.limit if episode else None, reward, failure)
+
+    def as_cancelled(self) -> EpisodeResult:
+        """Return the result of an episode that was released."""
+        return self._result(EpisodeStatus.CANCELLED, None, None, None)
+
+    def _result(self, status: EpisodeStatus, limit: Limit | None, reward: float | None, failure: Failure | None) -> EpisodeResult:
+        episode = self.episode
         return EpisodeResult(
             task=self.task,
-            status=EpisodeStatus.FAILED if broken or episode is None else episode.status,
-            limit=episode.limit if episode else None,
+            status=status,
+            limit=limit,
             failure=failure,
             reward=reward,
             rows=tuple(episode.rows()) if episode else (),
@@ -252,6 +343,8 @@ class _Run:
 
     async def close(self) -> None:
         """Give the environment its last call; a failure in it changes nothing that was already decided."""
+        self.phase_name = "close"
+        ENVIRONMENTS.release(self.environment)
         close = getattr(self.environment, "close", None)
         if close is not None:
             try:
@@ -279,15 +372,8 @@ async def run_episode(
     if format is None:
         format = await ChatFormat.of(client)
     format.check_served(info.tokenizer_digest)
-    run = _Run(client, task, format, info, sampling or TurnSampling(), limits or EpisodeLimits(), timeouts or PhaseTimeouts())
-    reward, failure = None, None
-    try:
-        reward = await run.play()
-    except _Broken as broken:
-        failure = broken.failure
-    finally:
-        await run.close()
-    return run.result(reward, failure)
+    run = EpisodeRun(client, task, format, info, sampling or TurnSampling(), limits or EpisodeLimits(), timeouts or PhaseTimeouts())
+    return await run.run()
 
 
 async def run_episodes(

@@ -17,17 +17,18 @@ PUBLIC = {
         PromptScore RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
     """,
     "rollout.agent": """
-        AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult
-        EpisodeRow EpisodeStateError EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit NoToolCalls PhaseTimeouts
-        Progress Start Step TokenizerMismatch Tool ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling
-        derive_seed group_tasks run_episode run_episodes
+        AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeGroup EpisodeLimits
+        EpisodeResult EpisodeRow EpisodeStateError EpisodeStatistics EpisodeStatus EpisodeTask Failure FailureKind GroupResult
+        InfrastructureFailure InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start Step TokenizerMismatch Tool
+        ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling all_equal_bounded derive_seed
+        group_tasks k_done run_episode run_episodes run_group run_groups
     """,
     "trainer_bridge": """
-        Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing LogprobGap
-        PendingPush PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource SampleStatus ServiceOutage
-        SourceClosed SourceStats TrainingSample TransportUnusable TurnSpan UnpushableTensor VersionBehind WeightPush WeightsUnchanged
-        after_step_hook collate each_member group_advantages logprob_gap merge_lora policy_loss sample_advantages samples_of
-        token_logprobs
+        Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing
+        LogprobGap PendingPush PolicyLoss PushError PushReport PushWarning RolloutGroup RolloutShortfall RolloutSource
+        SampleStatus ServiceOutage SourceClosed SourceStats TrainingSample TransportUnusable TurnSpan UnpushableTensor
+        VersionBehind WeightPush WeightsUnchanged after_step_hook collate each_member group_advantages logprob_gap merge_lora
+        policy_loss sample_advantages samples_of samples_of_group token_logprobs
     """,
 }
 

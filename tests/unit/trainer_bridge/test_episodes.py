@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from tests.unit.trainer_bridge.fakes import make_sample
 from trainer_bridge.batch import collate, sample_advantages
-from trainer_bridge.episodes import samples_of
+from trainer_bridge.episodes import samples_of, samples_of_group
 from trainer_bridge.errors import InvalidSample
+from trainer_bridge.groups import GroupTask, check_members
 from trainer_bridge.samples import SampleStatus
 
 
@@ -62,3 +64,36 @@ def test_the_code_of_what_was_raised_goes_into_the_failed_sample() -> None:
     failure = SimpleNamespace(kind="infrastructure", phase="act", text="HostFailed: gone", code="host_failed")
     (sample,) = samples_of(make_result("failed", None, num_rows=0, failure=failure))
     assert sample.info == {"cause": "infrastructure_act", "error": "HostFailed: gone", "code": "host_failed"}
+
+
+def test_a_cancelled_episode_is_trained_only_when_asked() -> None:
+    result = make_result("cancelled", None)
+    (left,) = samples_of(result, group_id=1)
+    (asked,) = samples_of(result, group_id=1, cancelled_reward=-0.25)
+    assert left.status is SampleStatus.CANCELLED and not left.is_trainable and left.num_sampled > 0
+    assert (asked.status, asked.reward, asked.is_trainable) == (SampleStatus.TRUNCATED, -0.25, True)
+    (empty,) = samples_of(make_result("cancelled", None, num_rows=0), cancelled_reward=1.0)
+    assert empty.status is SampleStatus.CANCELLED
+
+
+def make_group(*endings: tuple[str, float | None], kept: Sequence[int]) -> Any:
+    results = [make_result(status, reward) for status, reward in endings]
+    return SimpleNamespace(results=results, kept=[results[place] for place in kept])
+
+
+def test_a_group_gives_its_counting_members_first_and_the_rest_as_what_it_is() -> None:
+    group = make_group(("failed", None), ("done", 1.0), ("cancelled", None), ("done", 2.0), ("done", 3.0), kept=[3, 1])
+    samples = samples_of_group(group, group_id="g")
+    assert [(sample.member, str(sample.status), sample.reward) for sample in samples] == [
+        (0, "finished", 2.0),
+        (1, "finished", 1.0),
+        (2, "failed", None),
+        (3, "cancelled", None),
+        (4, "cancelled", None),
+    ]
+    batch = collate(samples)
+    assert (batch.num_left_out, batch.num_cancelled) == (3, 2)
+    assert batch.mean_kept_tokens == batch.mean_cancelled_tokens == float(samples[0].num_sampled)
+    check_members(GroupTask(index="g", prompt=0, group_size=2, seed=0), samples)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSample, match="foreign members"):
+        check_members(GroupTask(index="g", prompt=0, group_size=1, seed=0), samples)  # type: ignore[arg-type]

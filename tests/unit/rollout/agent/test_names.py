@@ -7,10 +7,11 @@ import pytest
 import rollout.agent
 
 NAMES = """
-    AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeLimits EpisodeResult EpisodeRow
-    EpisodeStateError EpisodeStatus EpisodeTask Failure FailureKind InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start
-    Step TokenizerMismatch Tool ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling derive_seed
-    group_tasks run_episode run_episodes
+    AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeGroup EpisodeLimits
+    EpisodeResult EpisodeRow EpisodeStateError EpisodeStatistics EpisodeStatus EpisodeTask Failure FailureKind GroupResult
+    InfrastructureFailure InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start Step TokenizerMismatch Tool ToolBox
+    ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling all_equal_bounded derive_seed group_tasks k_done
+    run_episode run_episodes run_group run_groups
 """
 PUBLIC = NAMES.split()
 
