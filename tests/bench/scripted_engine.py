@@ -14,7 +14,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from tests.fakes import EOS_ID, VOCABULARY, FakeEngine, FakeInfo, FakeReport, Fa
 STAMP_PERIOD_S = 64.0
 COLUMNS = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
 ENDLESS_BYTES = 2**50
+MAX_AHEAD = 64
 
 
 def scripted_ids(seed: int, count: int, prompt_tokens: int) -> np.ndarray:
@@ -43,8 +44,25 @@ def stamp_age_s(raw_logprob: float, now: float) -> float:
     return (now + raw_logprob) % STAMP_PERIOD_S
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """What the next launches over the same lanes will say, as no row ends in them. Shapes: `ids` [K, B], `logprobs` [K, 3, B]."""
+
+    seats: np.ndarray
+    rows: np.ndarray
+    going: np.ndarray
+    status: np.ndarray
+    generation: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray
+    used: int = 0
+
+
 class ScriptedExecutor:
-    """Executes the command log on rows that exist only here: state, stops and budgets as the decode tables have them."""
+    """Executes the command log on rows that exist only here: state, stops and budgets as the decode tables have them.
+
+    While the same rows decode, what they will say is worked out for many steps at once: this engine must cost little.
+    """
 
     def __init__(self, rows: int, page_size: int, version: int, *, stamped: bool) -> None:
         self._page_size, self._stamped, self.version = page_size, stamped, version
@@ -69,18 +87,80 @@ class ScriptedExecutor:
         )
         # Forced ids of the rows that have some, and the position of the first of them.
         self._forced: dict[int, tuple[np.ndarray, int]] = {}
+        self._ahead: _Ahead | None = None
+        self._last_seats: np.ndarray | None = None
 
     def execute(self, command: Command) -> LaunchResult | None:
         """Run one command; returns what a launch says."""
+        if isinstance(command, DecodeLaunch):
+            return self._decode(command)
+        self._catch_up()
         if isinstance(command, ApplyDelta):
             self._apply(command.slot)
-        elif isinstance(command, DecodeLaunch):
-            return self._launch(np.arange(command.bucket), command.seats, command.generations)
         elif isinstance(command, PrefillLaunch) and command.reports:
             result = self._launch(np.array(command.rows, np.int64), command.seats, command.generations)
             result.launch.scores.extend(self._scores(command))
             return result
         return None
+
+    def set_version(self, version: int) -> None:
+        """Go on under other weights."""
+        self._catch_up()
+        self.version = version
+
+    def _decode(self, command: DecodeLaunch) -> LaunchResult:
+        ahead = self._ahead
+        if ahead is None or ahead.seats is not command.seats or ahead.used == len(ahead.ids):
+            self._catch_up()
+            rows = np.arange(command.bucket)
+            # The scheduler names the same lanes by the same array for as long as nothing changes.
+            if self._last_seats is command.seats:
+                ahead = self._ahead = self._look_ahead(rows, command.seats)
+            self._last_seats = command.seats
+            if self._ahead is None or ahead is None:
+                return self._launch(rows, command.seats, command.generations)
+        step = ahead.used
+        ahead.used += 1
+        logprobs = ahead.logprobs[step]
+        if self._stamped:
+            logprobs[1] = -(time.monotonic() % STAMP_PERIOD_S)
+        return self._result(command.seats, command.generations, ahead.status, ahead.generation, ahead.ids[step], logprobs)
+
+    def _look_ahead(self, rows: np.ndarray, seats: np.ndarray) -> _Ahead | None:
+        """Work out the next launches over these rows; None where one may stop, run out, starve or be forced."""
+        going = rows[self._alive[rows]]
+        if not going.size or self._forced:
+            return None
+        room = self._pages[going] * self._page_size - self._length[going]
+        steps = int(min(MAX_AHEAD, (self._remaining[going] - 1).min(), room.min()))
+        if steps < 2:
+            return None
+        ids = np.stack([self._next_ids(rows, step) for step in range(steps)])
+        stops = (self._stop_ids[going] >= 0).any(axis=0)
+        for column in np.flatnonzero(stops):
+            if (ids[:, going] == self._stop_ids[going, column]).any():
+                return None
+        logprobs = fake_logprobs(ids, self.version)
+        nothing = np.full_like(logprobs, np.nan)
+        status = np.zeros(rows.size, np.int32)
+        status[going] = LaneStatus.TOKEN
+        return _Ahead(
+            seats=seats,
+            rows=rows,
+            going=going,
+            status=status,
+            generation=self._generation[rows],
+            ids=ids,
+            logprobs=np.stack([logprobs, logprobs - np.float32(0.5), nothing], axis=1),
+        )
+
+    def _catch_up(self) -> None:
+        """Bring the rows to where the launches worked out ahead have left them."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._length[ahead.going] += ahead.used
+            self._remaining[ahead.going] -= ahead.used
+            self._stop_wait[ahead.going] -= ahead.used
 
     def _apply(self, slot: DeltaSlot) -> None:
         contents = dict(slot.contents)
@@ -115,7 +195,6 @@ class ScriptedExecutor:
 
     def _launch(self, rows: np.ndarray, seats: np.ndarray, generations: np.ndarray) -> LaunchResult:
         """Give every living row that has a page its next id."""
-        self._launches += 1
         alive = self._alive[rows]
         starved = alive & (self._length[rows] // self._page_size >= self._pages[rows])
         goes = alive & ~starved
@@ -133,17 +212,25 @@ class ScriptedExecutor:
         raw = logprobs - np.float32(0.5)
         if self._stamped:
             raw = np.full(ids.size, -(time.monotonic() % STAMP_PERIOD_S), np.float32)
-        return LaunchResult(
-            launch=LaunchRecord(number=self._launches, slot=0, seats=seats, generations=generations, version=self.version),
-            status=status,
-            generation=self._generation[rows],
-            token=ids,
-            logprobs=np.stack([logprobs, raw, np.full(ids.size, np.nan, np.float32)]),
-        )
+        told = np.stack([logprobs, raw, np.full(ids.size, np.nan, np.float32)])
+        return self._result(seats, generations, status, self._generation[rows], ids, told)
 
-    def _next_ids(self, rows: np.ndarray) -> np.ndarray:
+    def _result(
+        self,
+        seats: np.ndarray,
+        generations: np.ndarray,
+        status: np.ndarray,
+        generation: np.ndarray,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+    ) -> LaunchResult:
+        self._launches += 1
+        launch = LaunchRecord(number=self._launches, slot=0, seats=seats, generations=generations, version=self.version)
+        return LaunchResult(launch=launch, status=status, generation=generation, token=ids, logprobs=logprobs)
+
+    def _next_ids(self, rows: np.ndarray, ahead: int = 0) -> np.ndarray:
         """Return the id at each row's next position: `fake_ids` for all rows at once, then what is forced."""
-        positions = (self._length[rows] + 1).astype(np.uint64)
+        positions = (self._length[rows] + 1 + ahead).astype(np.uint64)
         mixed = (positions + (self._seed[rows] & np.uint64(2**32 - 1))) * np.uint64(2654435761) & np.uint64(2**32 - 1)
         ids = (mixed % np.uint64(VOCABULARY - 10)).astype(np.int32) + 10
         for lane, row in enumerate(rows.tolist() if self._forced else ()):
@@ -290,7 +377,7 @@ class ScriptedEngine:
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> FakeReport:
         """Publish the update."""
         report = self._weights.commit_update(digests=digests, canaries=canaries)
-        self._executor.version = report.version
+        self._executor.set_version(report.version)
         self._scheduler.commit_version(report.version)
         return report
 
