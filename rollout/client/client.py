@@ -32,7 +32,7 @@ from rollout.client.parameters import (
     prepare_group,
     shows_options,
 )
-from rollout.client.pending import DeltaCursor, StreamRecord
+from rollout.client.pending import DeltaCursor, Listener, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, RolloutError, Unavailable
 
@@ -52,12 +52,50 @@ def load_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     return importlib.import_module("tokenizers").Tokenizer.from_buffer(content)
 
 
+class _News:
+    """Wakes who waits for a stream in one event loop; listens for as long as the stream lives.
+
+    Apart from `AsyncStream`, which the stream's record must not keep alive: a stream that nobody holds is abandoned.
+    """
+
+    __slots__ = ("_futures", "_listener", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.loop = loop
+        self._futures: list[asyncio.Future[None]] = []
+        self._listener: Listener | None = None
+
+    def join(self, record: StreamRecord) -> None:
+        """Begin to listen."""
+        self._listener = record.listen(self._wake, self.loop, each=True)
+
+    def leave(self, record: StreamRecord) -> None:
+        """Listen no more; idempotent."""
+        if self._listener is not None:
+            record.unlisten(self._listener)
+            self._listener = None
+
+    def future(self) -> asyncio.Future[None]:
+        """Return what the next news complete; to be awaited at once."""
+        assert self.loop is not None, "news come to an event loop"
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._futures.append(future)
+        return future
+
+    def _wake(self) -> None:
+        futures, self._futures = self._futures, []
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
+
+
 class AsyncStream:
     """The deltas of one generation; iterate it. `request_id` names the request; `aclose` cancels it if it is not over."""
 
     def __init__(self, connection: Connection, record: StreamRecord) -> None:
         self._connection, self._record = connection, record
         self._cursor = DeltaCursor(record)
+        self._news = _News(None)
         self._finalizer = weakref.finalize(self, connection.abandon, record)
 
     @property
@@ -69,25 +107,27 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._cursor.over:
+        cursor = self._cursor
+        if cursor.over:
             raise StopAsyncIteration
-        if self._cursor.waits:
-            await self._news()
-        return self._cursor.read()
+        if cursor.waits:
+            news = self._listen()
+            try:
+                while cursor.waits:
+                    await news.future()
+            except asyncio.CancelledError:
+                self._connection.abandon(self._record)
+                raise
+        return cursor.read()
 
-    async def _news(self) -> None:
-        loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-        listener = self._record.listen(woken.set, loop, each=True)
-        try:
-            while self._cursor.waits:
-                await woken.wait()
-                woken.clear()
-        except asyncio.CancelledError:
-            self._connection.abandon(self._record)
-            raise
-        finally:
-            self._record.unlisten(listener)
+    def _listen(self) -> _News:
+        """Return what wakes this event loop."""
+        loop, news = asyncio.get_running_loop(), self._news
+        if news.loop is not loop:
+            news.leave(self._record)
+            news = self._news = _News(loop)
+            news.join(self._record)
+        return news
 
     async def aclose(self) -> None:
         """Cancel the request if it is not over; idempotent."""

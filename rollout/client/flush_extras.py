@@ -58,6 +58,11 @@ class FlushExtras:
                 at += ending.text_bytes
         return at == len(content)
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether some token of the flush has a kept set."""
+        return self._counts is not None
+
     def kept(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return counts and ids of the kept sets of a stretch of the flush's tokens, None if it carries none."""
         if self._counts is None or self._ids is None:

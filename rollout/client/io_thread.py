@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from rollout.client.columns import Columns, FlushColumns
 from rollout.client.flush_extras import FlushExtras
-from rollout.client.pending import Call, Columns, Pending, StreamRecord
+from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.errors import (
     ClientClosed,
@@ -36,7 +37,7 @@ from rollout.errors import (
     error_from_fields,
 )
 from rollout.standstill import StandstillClock
-from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode
+from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
 from rollout.wire.messages import CLIENT_REPLIES, Deltas, Ending, ErrorBody, Op, Welcome
 from rollout.wire.security import missing_socket, new_token
 from rollout.wire.transport import Context, Peer, Poller, Sent
@@ -164,7 +165,7 @@ class IoThread:
 
     def _stream(self, wire_id: bytes) -> StreamRecord | None:
         """Return the stream that goes under this id now; None for an id under which it went before."""
-        record = self._continued.get(wire_id) or self.streams.get(wire_id)
+        record = (self._continued.get(wire_id) if self._continued else None) or self.streams.get(wire_id)
         return record if record is not None and record.wire_id == wire_id else None
 
     def close(self) -> None:
@@ -518,48 +519,65 @@ class IoThread:
         raw_ids = arrays["request_ids"].tobytes()
         ends = np.cumsum(arrays["counts"], dtype=np.int64)
         total = int(ends[-1]) if ends.size else 0
-        missing = np.full(total, np.nan, np.float32)
-        tokens = Columns(
-            arrays["token_ids"],
-            arrays.get("logprobs", missing),
-            arrays.get("raw_logprobs", missing),
-            arrays.get("behaviour_logprobs", missing),
-            np.repeat(arrays["version_values"], arrays["version_counts"]),
-        )
+        flush = _flush_columns(arrays, total)
         extras = FlushExtras(arrays, body, num_streams=ends.size, num_tokens=total)
         fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and extras.fits
-        if not fits or any(len(column) != total for column in tokens):
+        if not fits or any(len(column) != total for column in flush.columns):
             log.error("a flush whose arrays do not fit together is dropped")
             return
         endings = {ending.index: ending for ending in body.finished}
         ended: list[bytes] = []
         gaps: list[StreamRecord] = []
+        grown: list[StreamRecord] = []
         start = 0
-        for index, (offset, end) in enumerate(zip(arrays["offsets"].tolist(), ends.tolist())):
-            request_id = raw_ids[16 * index : 16 * index + 16]
+        request_ids = [raw_ids[place : place + 16] for place in range(0, len(raw_ids), 16)]
+        for index, (request_id, offset, end) in enumerate(zip(request_ids, arrays["offsets"].tolist(), ends.tolist())):
             record = self._stream(request_id)
-            ending = endings.get(index)
-            if record is not None and record.prompt_score is None:
-                record.prompt_score = extras.scores.get(index)
+            ending = endings.get(index) if endings else None
             if record is None:
                 if ending is not None:
                     ended.append(request_id)
-            elif not record.append(record.base + offset, tokens.cut(start, end), extras.kept(start, end)):
+                start = end
+                continue
+            if extras.scores and record.prompt_score is None:
+                record.prompt_score = extras.scores.get(index)
+            kept = extras.kept(start, end) if extras.has_kept else None
+            if not record.append(record.base + offset, flush, start, end, kept):
                 gaps.append(record)
             elif ending is None:
-                self._tell(record)
+                grown.append(record)
             elif not record.is_whole(ending):
                 gaps.append(record)
-            elif is_cut(record, ending) and record.request_id not in self._cancelling:
-                ended.append(request_id)
-                self._go_on(record, ending)
             else:
-                record.text, record.ending = extras.texts.get(index), joined_ending(record, ending)
                 ended.append(request_id)
-                self._end(record)
+                self._ended(record, ending, extras.texts.get(index))
             start = end
+        self._tell_growth(grown)
         self._attach(gaps)
         self._acknowledge(ended)
+
+    def _tell_growth(self, grown: list[StreamRecord]) -> None:
+        """Tell who listens to each growth of these streams."""
+        posts = self._posts
+        for record in grown:
+            for wake, loop, each in tuple(record.listeners):
+                if not each:
+                    continue
+                if loop is None:
+                    wake()
+                elif loop in posts:
+                    posts[loop].append(wake)
+                else:
+                    posts[loop] = [wake]
+
+    def _ended(self, record: StreamRecord, ending: Ending, text: str | None) -> None:
+        """Publish a stream's end, or let it go on where an update cut it."""
+        if is_cut(record, ending) and record.request_id not in self._cancelling:
+            self._go_on(record, ending)
+            return
+        record.settle()
+        record.text, record.ending = text, joined_ending(record, ending)
+        self._end(record)
 
     def _go_on(self, record: StreamRecord, ending: Ending) -> None:
         """Send the rest of a generation that an update cut, as a request of its own."""
@@ -576,6 +594,23 @@ class IoThread:
         self._continued[wire_id] = record
         self._tell(record)
         self._send(self._data, frames)
+
+
+def _flush_columns(arrays: Arrays, total: int) -> FlushColumns:
+    """Return the token columns of a flush; a column that stays away is all NaN."""
+    logprobs, raw_logprobs, behaviour = (arrays.get(name) for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"))
+    missing = np.full(total, np.nan, np.float32)
+    plain = logprobs is not None and raw_logprobs is not None and behaviour is None
+    # One sum sees every NaN.
+    plain = plain and not np.isnan(logprobs.sum() + raw_logprobs.sum())  # type: ignore[union-attr]
+    columns = Columns(
+        arrays["token_ids"],
+        missing if logprobs is None else logprobs,
+        missing if raw_logprobs is None else raw_logprobs,
+        missing if behaviour is None else behaviour,
+        np.repeat(arrays["version_values"], arrays["version_counts"]),
+    )
+    return FlushColumns(columns, plain=plain)
 
 
 def _wake_all(wakes: list[Callable[[], None]]) -> None:

@@ -1,7 +1,7 @@
 """What a client waits for: calls with one answer, and streams that grow until their terminal event.
 
 The I/O thread writes, callers read. A stream's tokens are a record with a length; a reader has its own cursor, so a
-slow one gets larger pieces. Arrays are replaced, never changed below the published length, so slices stay valid.
+slow one gets larger pieces.
 Listeners run in the I/O thread, or are posted to an event loop, once per turn of the I/O thread for all of them.
 """
 
@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout.client.columns import Columns, FlushColumns, KeptColumns, TokenLog
 from rollout.client.parameters import Prepared, Wants
 from rollout.client.results import Delta, FinishReason, Generation, PromptScore
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
 from rollout.wire.messages import Ending
-
-FIRST_ROOM = 64
 
 
 class Listener(NamedTuple):
@@ -72,66 +71,6 @@ class Call(Pending):
         return self.reply
 
 
-class Columns(NamedTuple):
-    """Parallel columns of sampled tokens."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    raw_logprobs: np.ndarray
-    behaviour_logprobs: np.ndarray
-    versions: np.ndarray
-
-    def cut(self, start: int, stop: int) -> Columns:
-        """Return a part; shares memory."""
-        return Columns(*(column[start:stop] for column in self))
-
-    @staticmethod
-    def room_for(count: int) -> Columns:
-        """Return columns of this length."""
-        return Columns(
-            np.empty(count, np.int32),
-            np.empty(count, np.float32),
-            np.empty(count, np.float32),
-            np.empty(count, np.float32),
-            np.empty(count, np.int64),
-        )
-
-
-class KeptColumns:
-    """Kept sets of a growing stream: where each token's set ends, and the ids of all of them."""
-
-    __slots__ = ("_ends", "_ids", "_length")
-
-    def __init__(self) -> None:
-        self._ends = np.zeros(FIRST_ROOM + 1, np.int64)
-        self._ids = np.empty(FIRST_ROOM, np.int32)
-        self._length = 0
-
-    def append(self, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Take the sets of the next tokens."""
-        start, after = int(self._ends[self._length]), self._length + counts.size
-        if after >= self._ends.size:
-            self._ends = _wider(self._ends, self._length + 1, max(after + 1, 2 * self._ends.size))
-        if start + ids.size > self._ids.size:
-            self._ids = _wider(self._ids, start, max(start + ids.size, 2 * self._ids.size))
-        self._ids[start : start + ids.size] = ids
-        self._ends[self._length + 1 : after + 1] = start + np.cumsum(counts, dtype=np.int64)
-        self._length = after
-
-    def cut(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return counts and ids of a stretch of tokens, read-only."""
-        ends = self._ends[start : stop + 1]
-        counts, ids = np.diff(ends).astype(np.int32), self._ids[ends[0] : ends[-1]]
-        counts.flags.writeable = ids.flags.writeable = False
-        return counts, ids
-
-
-def _wider(array: np.ndarray, used: int, size: int) -> np.ndarray:
-    wider = np.empty(size, array.dtype)
-    wider[:used] = array[:used]
-    return wider
-
-
 class StreamRecord(Pending):
     """A generation under way; see the module. `group_id` names the message that began it together with others.
 
@@ -141,8 +80,8 @@ class StreamRecord(Pending):
     """
 
     __slots__ = (
-        "_columns",
         "_kept",
+        "_log",
         "base",
         "begun",
         "cached_tokens",
@@ -179,29 +118,28 @@ class StreamRecord(Pending):
         self.ending: Ending | None = None
         self.prompt_score: PromptScore | None = None
         self.text: str | None = None
-        self._columns = Columns.room_for(FIRST_ROOM)
+        self._log = TokenLog(stagger=request_id[0])
         self._kept = KeptColumns() if wants.kept_ids else None
 
-    def append(self, offset: int, tokens: Columns, kept: tuple[np.ndarray, np.ndarray] | None = None) -> bool:
-        """Take tokens that start at `offset`: overlap is trimmed; False for a gap, which takes nothing."""
-        if offset > self.length:
-            return False
+    def append(self, offset: int, flush: FlushColumns, start: int, stop: int, kept: tuple[np.ndarray, np.ndarray] | None = None) -> bool:
+        """Take a part of a flush whose first token is the stream's `offset`: overlap is trimmed; False for a gap, which takes nothing."""
         skip = self.length - offset
-        count = len(tokens.ids) - skip
+        if skip < 0:
+            return False
+        count = stop - start - skip
         if count <= 0:
             return True
-        after = self.length + count
-        if after > self._columns.ids.size:
-            size = max(after, 2 * self._columns.ids.size)
-            self._columns = Columns(*(_wider(column, self.length, size) for column in self._columns))
-        for column, news in zip(self._columns, tokens):
-            column[self.length : after] = news[skip:]
+        self._log.append(flush, start + skip, stop)
         if self._kept is not None:
-            counts, ids = kept if kept is not None else (np.zeros(len(tokens.ids), np.int32), np.empty(0, np.int32))
+            counts, ids = kept if kept is not None else (np.zeros(stop - start, np.int32), np.empty(0, np.int32))
             self._kept.append(counts[skip:], ids[int(counts[:skip].sum()) :])
         # Last, so that a reader that sees the length also sees the tokens.
-        self.length = after
+        self.length += count
         return True
+
+    def settle(self) -> None:
+        """Let go of the flushes that the tokens came with."""
+        self._log.settle()
 
     def is_whole(self, ending: Ending) -> bool:
         """Tell whether everything that an ending speaks of is here."""
@@ -216,10 +154,7 @@ class StreamRecord(Pending):
 
     def tokens(self, start: int, stop: int) -> Columns:
         """Return read-only tokens; `stop` must come from `length`."""
-        part = self._columns.cut(start, stop)
-        for column in part:
-            column.flags.writeable = False
-        return part
+        return self._log.cut(start, stop)
 
     def _incomplete(self, what: str) -> RolloutError:
         return RolloutError(
@@ -232,6 +167,8 @@ class StreamRecord(Pending):
     def _logprobs(self, part: Columns) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
         if not self.wants.logprobs:
             return None, None, None
+        if self._log.plain:
+            return part.logprobs, part.raw_logprobs, None
         if np.isnan(part.logprobs).any() or np.isnan(part.raw_logprobs).any():
             raise self._incomplete("log-probabilities")
         equal = np.isnan(part.behaviour_logprobs)
@@ -248,9 +185,9 @@ class StreamRecord(Pending):
 
     def delta(self, start: int, stop: int, finished: Generation | None, prompt_score: PromptScore | None = None) -> Delta:
         """Return the tokens of a stretch as a value."""
-        part = self.tokens(start, stop)
+        part = self._log.cut(start, stop)
         logprobs, raw, behaviour = self._logprobs(part)
-        kept_counts, kept_ids = self._kept_sets(start, stop)
+        kept_counts, kept_ids = (None, None) if self._kept is None else self._kept_sets(start, stop)
         return Delta(
             offset=start,
             ids=part.ids,
@@ -332,10 +269,12 @@ class DeltaCursor:
         done = record.done
         start, stop = self._start, record.length
         self._start = stop
-        score = None if self._gave_score else record.prompt_score
-        self._gave_score = score is not None or self._gave_score
-        failed = record.error is None and record.ending is not None and record.ending.kind == "failed"
-        if not done or (failed and stop > start):
+        score = record.prompt_score
+        if score is not None:
+            score, self._gave_score = (None if self._gave_score else score), True
+        if not done:
+            return record.delta(start, stop, None, score)
+        if record.error is None and record.ending is not None and record.ending.kind == "failed" and stop > start:
             return record.delta(start, stop, None, score)
         self.over = True
         return record.delta(start, stop, record.result(), score)
