@@ -56,13 +56,24 @@ class Columns(NamedTuple):
         return self
 
 
+_PACKED = np.dtype([(name, dtype) for name, dtype in zip(Columns._fields, (np.int32, np.float32, np.float32, np.float32, np.int64))])
+
+
 class FlushColumns:
     """The columns of a whole flush. `plain`: no log-probability is missing, and those of the behaviour are equal to them."""
 
-    __slots__ = ("columns", "num_tokens", "plain")
+    __slots__ = ("columns", "num_tokens", "packed", "plain")
 
-    def __init__(self, columns: Columns, *, plain: bool) -> None:
-        self.columns, self.plain, self.num_tokens = columns.read_only(), plain, len(columns.ids)
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.num_tokens = columns.read_only(), len(columns.ids)
+        # One sum sees every NaN.
+        missing = bool(np.isnan(columns.logprobs.sum() + columns.raw_logprobs.sum()))
+        self.plain = not missing and bool(np.isnan(columns.behaviour_logprobs).all())
+        # The same once more, token by token: a log that copies many small parts cuts each of them once.
+        packed = np.empty(self.num_tokens, _PACKED)
+        for name, column in zip(Columns._fields, columns):
+            packed[name] = column
+        self.packed = packed.view(np.uint8).reshape(self.num_tokens, _PACKED.itemsize)
 
 
 # Number of the part's first token in the stream, and its place in a flush.
@@ -70,7 +81,7 @@ _Part = tuple[int, FlushColumns, int, int]
 
 
 class _State(NamedTuple):
-    """What a reader takes in one go: own columns, how many of them count, and the parts behind."""
+    """What a reader takes in one go: own columns (not to be written), how many of them count, and the parts behind."""
 
     columns: Columns
     settled: int
@@ -80,11 +91,12 @@ class _State(NamedTuple):
 class TokenLog:
     """See the module. `plain` says of all tokens what it says of a flush. One thread appends, any may read."""
 
-    __slots__ = ("_length", "_max_parts", "_shared", "_state", "plain")
+    __slots__ = ("_length", "_max_parts", "_own", "_shared", "_state", "plain")
 
     def __init__(self, stagger: int) -> None:
         self.plain = True
-        self._state = _State(Columns.room_for(0), 0, [])
+        self._own = Columns.room_for(0)
+        self._state = _State(self._own.read_only(), 0, [])
         self._length = self._shared = 0
         # Streams that begin together must not all copy in the same turn.
         self._max_parts = 1 + stagger % MAX_PARTS
@@ -102,29 +114,30 @@ class TokenLog:
 
     def settle(self) -> None:
         """Copy what is shared with flushes, so that they need not be kept for it."""
-        columns, settled, parts = self._state
+        _, settled, parts = self._state
         self._max_parts, self._shared = MAX_PARTS, 0
         if not parts:
             return
-        if self._length > columns.ids.size:
-            room = Columns.room_for(max(self._length, 2 * columns.ids.size, FIRST_ROOM))
-            for own, before in zip(room, columns):
+        if self._length > self._own.ids.size:
+            room = Columns.room_for(max(self._length, 2 * self._own.ids.size, FIRST_ROOM))
+            for own, before in zip(room, self._own):
                 own[:settled] = before[:settled]
-            columns = room
-        for index, own in enumerate(columns):
-            np.concatenate([flush.columns[index][start:stop] for _, flush, start, stop in parts], out=own[settled : self._length])
-        self._state = _State(columns, self._length, [])
+            self._own = room
+        packed = np.concatenate([flush.packed[start:stop] for _, flush, start, stop in parts]).view(_PACKED)[:, 0]
+        for name, own in zip(Columns._fields, self._own):
+            own[settled : self._length] = packed[name]
+        self._state = _State(Columns(*(column.view() for column in self._own)).read_only(), self._length, [])
 
-    def cut(self, start: int, stop: int) -> Columns:
-        """Return read-only tokens; `stop` must come from a published length."""
+    def find(self, start: int, stop: int) -> tuple[Columns, int, int]:
+        """Return columns, not to be written, and where in them the tokens are; `stop` must come from a published length."""
         columns, settled, parts = self._state
         if parts:
             # Who keeps up reads the newest part.
             first, flush, begin, end = parts[-1]
             if first <= start and stop - first <= end - begin:
-                return flush.columns.cut(begin + start - first, begin + stop - first)
+                return flush.columns, begin + start - first, begin + stop - first
         if stop <= settled:
-            return columns.cut(start, stop).read_only()
+            return columns, start, stop
         pieces: list[Columns] = []
         # A part that comes meanwhile lies behind `stop`.
         for first, flush, begin, end in reversed(parts):
@@ -137,11 +150,14 @@ class TokenLog:
                 pieces.append(flush.columns.cut(begin, begin + high))
         else:
             if start < settled:
-                pieces.append(columns.cut(start, settled).read_only())
-        if len(pieces) == 1:
-            return pieces[0]
+                pieces.append(columns.cut(start, settled))
         pieces.reverse()
-        return Columns.joined(pieces).read_only() if pieces else columns.cut(0, 0).read_only()
+        return (Columns.joined(pieces).read_only() if pieces else columns.cut(0, 0)), 0, stop - start
+
+    def cut(self, start: int, stop: int) -> Columns:
+        """Return read-only tokens; `stop` must come from a published length."""
+        columns, low, high = self.find(start, stop)
+        return columns.cut(low, high)
 
 
 class KeptColumns:

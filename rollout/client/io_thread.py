@@ -519,12 +519,13 @@ class IoThread:
         raw_ids = arrays["request_ids"].tobytes()
         ends = np.cumsum(arrays["counts"], dtype=np.int64)
         total = int(ends[-1]) if ends.size else 0
-        flush = _flush_columns(arrays, total)
+        columns = _flush_columns(arrays, total)
         extras = FlushExtras(arrays, body, num_streams=ends.size, num_tokens=total)
         fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and extras.fits
-        if not fits or any(len(column) != total for column in flush.columns):
+        if not fits or any(len(column) != total for column in columns):
             log.error("a flush whose arrays do not fit together is dropped")
             return
+        flush = FlushColumns(columns)
         endings = {ending.index: ending for ending in body.finished}
         ended: list[bytes] = []
         gaps: list[StreamRecord] = []
@@ -596,21 +597,16 @@ class IoThread:
         self._send(self._data, frames)
 
 
-def _flush_columns(arrays: Arrays, total: int) -> FlushColumns:
+def _flush_columns(arrays: Arrays, total: int) -> Columns:
     """Return the token columns of a flush; a column that stays away is all NaN."""
-    logprobs, raw_logprobs, behaviour = (arrays.get(name) for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"))
     missing = np.full(total, np.nan, np.float32)
-    plain = logprobs is not None and raw_logprobs is not None and behaviour is None
-    # One sum sees every NaN.
-    plain = plain and not np.isnan(logprobs.sum() + raw_logprobs.sum())  # type: ignore[union-attr]
-    columns = Columns(
+    return Columns(
         arrays["token_ids"],
-        missing if logprobs is None else logprobs,
-        missing if raw_logprobs is None else raw_logprobs,
-        missing if behaviour is None else behaviour,
+        arrays.get("logprobs", missing),
+        arrays.get("raw_logprobs", missing),
+        arrays.get("behaviour_logprobs", missing),
         np.repeat(arrays["version_values"], arrays["version_counts"]),
     )
-    return FlushColumns(columns, plain=plain)
 
 
 def _wake_all(wakes: list[Callable[[], None]]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.client.columns import Columns, FlushColumns, KeptColumns, TokenLog
 from rollout.client.parameters import Prepared, Wants
-from rollout.client.results import Delta, FinishReason, Generation, PromptScore
+from rollout.client.results import Delta, FinishReason, Generation, PromptScore, Shown
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
 from rollout.wire.messages import Ending
@@ -185,21 +185,17 @@ class StreamRecord(Pending):
 
     def delta(self, start: int, stop: int, finished: Generation | None, prompt_score: PromptScore | None = None) -> Delta:
         """Return the tokens of a stretch as a value."""
-        part = self._log.cut(start, stop)
-        logprobs, raw, behaviour = self._logprobs(part)
-        kept_counts, kept_ids = (None, None) if self._kept is None else self._kept_sets(start, stop)
-        return Delta(
-            offset=start,
-            ids=part.ids,
-            logprobs=logprobs,
-            raw_logprobs=raw,
-            behaviour_logprobs=behaviour,
-            versions=part.versions,
-            finished=finished,
-            kept_counts=kept_counts,
-            kept_ids=kept_ids,
-            prompt_logprobs=prompt_score,
-        )
+        columns: Columns | Shown
+        columns, low, high = self._log.find(start, stop)
+        plain = self._log.plain
+        if not plain or not self.wants.logprobs:
+            part = self._log.cut(start, stop)
+            columns, low, high = Shown(part.ids, *self._logprobs(part), part.versions), 0, stop - start
+        delta = Delta(start, columns, low, high, plain=plain, finished=finished)
+        delta.prompt_logprobs = prompt_score
+        if self._kept is not None:
+            delta.kept_counts, delta.kept_ids = self._kept_sets(start, stop)
+        return delta
 
     def generation(self) -> Generation:
         """Return the whole of an ended request."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from rollout.client.columns import Columns
 from rollout.errors import VersionChanged
 
 SHOWN_IDS = 8
@@ -73,20 +75,62 @@ class Generation:
         return f"Generation({self.finish_reason.kind}, {self.ids.size} ids [{shown}], versions {versions}, seed {self.seed})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Delta:
-    """New tokens of a stream from `offset` on; `finished` comes with the last one, `prompt_logprobs` once, as soon as they are there."""
+class Shown(NamedTuple):
+    """Columns as a delta shows them; None where nothing was asked for, or where nothing differs."""
 
-    offset: int
     ids: np.ndarray
     logprobs: np.ndarray | None
     raw_logprobs: np.ndarray | None
     behaviour_logprobs: np.ndarray | None
     versions: np.ndarray
-    finished: Generation | None
-    kept_counts: np.ndarray | None = None
-    kept_ids: np.ndarray | None = None
-    prompt_logprobs: PromptScore | None = None
+
+
+class Delta:
+    """New tokens of a stream from `offset` on; `finished` comes with the last one, `prompt_logprobs` once, as soon as they are there.
+
+    Arrays are views, made when they are asked for: a stream of single tokens costs little more than its wake-ups.
+    """
+
+    __slots__ = ("_columns", "_plain", "_start", "_stop", "finished", "kept_counts", "kept_ids", "offset", "prompt_logprobs")
+
+    def __init__(self, offset: int, columns: Columns | Shown, start: int, stop: int, *, plain: bool, finished: Generation | None) -> None:
+        """`plain`: every token has its log-probabilities, and the behaviour's are equal."""
+        self.offset, self.finished = offset, finished
+        self._columns, self._start, self._stop, self._plain = columns, start, stop, plain
+        self.kept_counts: np.ndarray | None = None
+        self.kept_ids: np.ndarray | None = None
+        self.prompt_logprobs: PromptScore | None = None
+
+    def __repr__(self) -> str:
+        return f"Delta(offset {self.offset}, {len(self.ids)} ids{'' if self.finished is None else ', finished'})"
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Sampled ids, int32 [n]."""
+        return self._columns.ids[self._start : self._stop]
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        """Log-probabilities under logits / temperature, float32 [n]; None with `logprobs=False`."""
+        column = self._columns.logprobs
+        return None if column is None else column[self._start : self._stop]
+
+    @property
+    def raw_logprobs(self) -> np.ndarray | None:
+        """Log-probabilities under the logits, float32 [n]; None with `logprobs=False`."""
+        column = self._columns.raw_logprobs
+        return None if column is None else column[self._start : self._stop]
+
+    @property
+    def behaviour_logprobs(self) -> np.ndarray | None:
+        """Log-probabilities under the distribution sampled from, float32 [n]; None where equal to `logprobs` everywhere."""
+        column = self._columns.behaviour_logprobs
+        return None if self._plain or column is None else column[self._start : self._stop]
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The version of the weights behind each token, int64 [n]."""
+        return self._columns.versions[self._start : self._stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.client.columns import Columns, FlushColumns, KeptColumns
 from rollout.client.parameters import Wants
-from rollout.client.pending import Columns, DeltaCursor, KeptColumns, StreamRecord
+from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import PromptScore
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.messages import Ending, ErrorBody
@@ -29,6 +30,10 @@ def columns(ids: list[int], behaviour: list[float] | None = None, logprob: float
     )
 
 
+def take(stream: StreamRecord, offset: int, tokens: Columns, kept: tuple[np.ndarray, np.ndarray] | None = None) -> bool:
+    return stream.append(offset, FlushColumns(tokens), 0, len(tokens.ids), kept)
+
+
 def ended(stream: StreamRecord, kind: str = "length", error: ErrorBody | None = None) -> StreamRecord:
     stream.ending = Ending(index=0, kind=kind, output_tokens=stream.length, error=error, seed=5)  # type: ignore[arg-type]
     stream.done = True
@@ -37,10 +42,10 @@ def ended(stream: StreamRecord, kind: str = "length", error: ErrorBody | None = 
 
 def test_slices_handed_out_stay_as_they_were_while_the_record_grows() -> None:
     stream = record()
-    stream.append(0, columns([1, 2]))
+    take(stream, 0, columns([1, 2]))
     early = stream.tokens(0, 2)
     for offset in range(2, 500):
-        assert stream.append(offset, columns([offset]))
+        assert take(stream, offset, columns([offset]))
     assert early.ids.tolist() == [1, 2]
     assert not early.ids.flags.writeable
     assert stream.tokens(0, 500).ids.tolist() == [1, 2, *range(2, 500)]
@@ -48,37 +53,37 @@ def test_slices_handed_out_stay_as_they_were_while_the_record_grows() -> None:
 
 def test_what_is_there_already_is_trimmed_and_a_gap_takes_nothing() -> None:
     stream = record()
-    assert stream.append(0, columns([1, 2, 3]))
-    assert stream.append(1, columns([2]))
-    assert stream.append(2, columns([3, 4]))
-    assert not stream.append(5, columns([9]))
+    assert take(stream, 0, columns([1, 2, 3]))
+    assert take(stream, 1, columns([2]))
+    assert take(stream, 2, columns([3, 4]))
+    assert not take(stream, 5, columns([9]))
     assert stream.tokens(0, stream.length).ids.tolist() == [1, 2, 3, 4]
 
 
 def test_behaviour_logprobs_are_whole_where_any_differs_and_none_where_none_does() -> None:
     stream = record()
-    stream.append(0, columns([1, 2], behaviour=[NAN, -0.25]))
+    take(stream, 0, columns([1, 2], behaviour=[NAN, -0.25]))
     behaviour = ended(stream).generation().behaviour_logprobs
     assert behaviour is not None
     assert behaviour.tolist() == [-1.0, -0.25]
     plain = record()
-    plain.append(0, columns([1]))
+    take(plain, 0, columns([1]))
     assert ended(plain).generation().behaviour_logprobs is None
 
 
 def test_a_missing_logprob_is_an_error_and_never_a_number() -> None:
     stream = record()
-    stream.append(0, columns([1], logprob=NAN))
+    take(stream, 0, columns([1], logprob=NAN))
     with pytest.raises(RolloutError, match="do not train on it"):
         ended(stream).generation()
     silent = record(wants_logprobs=False)
-    silent.append(0, columns([1], logprob=NAN))
+    take(silent, 0, columns([1], logprob=NAN))
     assert ended(silent).generation().logprobs is None
 
 
 def test_a_failed_request_raises_with_its_cause_and_its_tokens() -> None:
     stream = record()
-    stream.append(0, columns([1, 2]))
+    take(stream, 0, columns([1, 2]))
     with pytest.raises(RequestFailed, match="failed after 2 tokens: it broke; why; do this") as failed:
         ended(stream, "failed", ErrorBody(code="host_failed", what="it broke", limit="why", remedy="do this")).result()
     assert failed.value.reason_code == "host_failed"
@@ -116,8 +121,8 @@ def test_kept_columns_equal_lists_and_pieces_stay_as_they_were(seed: int) -> Non
 
 def test_kept_sets_that_are_there_already_are_trimmed_with_their_tokens() -> None:
     stream = record(wants_kept=True)
-    stream.append(0, columns([1, 2]), packed([[1, 9], [2]]))
-    stream.append(1, columns([2, 3]), packed([[2], [3, 4, 5]]))
+    take(stream, 0, columns([1, 2]), packed([[1, 9], [2]]))
+    take(stream, 1, columns([2, 3]), packed([[2], [3, 4, 5]]))
     generation = ended(stream).generation()
     assert generation.kept_counts is not None and generation.kept_ids is not None
     assert generation.kept_counts.tolist() == [2, 1, 3] and generation.kept_ids.tolist() == [1, 9, 2, 3, 4, 5]
@@ -127,14 +132,14 @@ def test_kept_sets_that_are_there_already_are_trimmed_with_their_tokens() -> Non
 
 def test_a_kept_set_that_was_asked_for_is_never_missing() -> None:
     stream = record(wants_kept=True)
-    stream.append(0, columns([1]))
+    take(stream, 0, columns([1]))
     with pytest.raises(RolloutError, match="lacks kept sets"):
         ended(stream).generation()
 
 
 def test_an_ending_is_believed_only_with_all_that_it_speaks_of() -> None:
     stream = record()
-    stream.append(0, columns([1]))
+    take(stream, 0, columns([1]))
     assert stream.is_whole(Ending(index=0, kind="length", output_tokens=1))
     assert not stream.is_whole(Ending(index=0, kind="length", output_tokens=2))
     scored = Ending(index=0, kind="length", output_tokens=1, prompt_scored=True)
@@ -147,12 +152,12 @@ def test_a_cursor_gives_every_token_and_the_prompt_score_once() -> None:
     stream = record()
     cursor = DeltaCursor(stream)
     assert cursor.waits
-    stream.append(0, columns([1, 2]))
+    take(stream, 0, columns([1, 2]))
     stream.prompt_score = PromptScore(start=1, logprobs=np.zeros(1), raw_logprobs=np.zeros(1), version=0)
     first = cursor.read()
     assert (first.offset, first.ids.tolist(), first.finished) == (0, [1, 2], None) and first.prompt_logprobs is stream.prompt_score
     assert cursor.waits
-    stream.append(2, columns([3]))
+    take(stream, 2, columns([3]))
     ended(stream)
     last = cursor.read()
     assert (last.offset, last.ids.tolist()) == (2, [3]) and last.finished is not None and cursor.over
