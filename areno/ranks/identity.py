@@ -1,0 +1,73 @@
+"""What must be equal on every rank: the code, its libraries that compute, and the checkpoint. Checked before anything is loaded.
+
+No torch; the checkpoint's tensors are known by their headers, sizes and times, not by their contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from areno.errors import CheckpointError, EngineFailure
+
+_LIBRARIES = ("torch", "numpy", "triton")
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def code_identity() -> dict[str, str]:
+    """Return a hash of this package's sources, where they lie, and the versions of the libraries."""
+    root = Path(__file__).resolve().parent.parent
+    hashed = hashlib.blake2b(digest_size=16)
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        hashed.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return {"areno": hashed.hexdigest(), **{library: _version(library) for library in _LIBRARIES}, "path": str(root)}
+
+
+def check_code(rank: int, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Compare this rank's code with that of rank 0. Raises: EngineFailure naming what differs."""
+    differs = [name for name in ("areno", *_LIBRARIES) if found.get(name) != expected.get(name)]
+    if differs:
+        name = differs[0]
+        raise EngineFailure(
+            f"rank {rank} runs another version of {name}: {found.get(name)} from {found.get('path')}",
+            field="tp",
+            limit=f"rank 0 runs {expected.get(name)} from {expected.get('path')}",
+            remedy="start the ranks anew, all from one installation (check PYTHONPATH)",
+        )
+
+
+def checkpoint_identity(folder: Path) -> str:
+    """Return a hash of config.json and of the weight files' headers, sizes and times; files that are missing count as such."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        if not path.is_file():
+            continue
+        status = path.stat()
+        with path.open("rb") as file:
+            head = file.read(8)
+            size = min(int.from_bytes(head, "little"), 1 << 26) if path.suffix == ".safetensors" else status.st_size
+            hashed.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + head + file.read(size))
+    return hashed.hexdigest()
+
+
+def check_checkpoint(rank: int, folder: Path, expected: str) -> None:
+    """Compare what this rank sees of a checkpoint with what rank 0 saw. Raises: CheckpointError."""
+    found = checkpoint_identity(folder)
+    if found != expected:
+        raise CheckpointError(
+            f"rank {rank} sees another checkpoint in {folder} than rank 0",
+            field="model",
+            value=str(folder),
+            limit=f"config.json and the headers of its weight files come to {found} there, {expected} here",
+            remedy="do not write to the folder while an engine starts, then start again",
+        )
