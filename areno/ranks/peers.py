@@ -1,0 +1,301 @@
+"""The other ranks as rank 0 has them: their processes, the log to them, what they answer, and their end.
+
+    start -> meet (the group) -> tell(Build) -> tell(entry)* -> close
+      a rank that is lost at any time: all are ended, `failure` says why, and every later call raises it
+
+The engine owns one where `tp` is more than 1. One thread calls it; a second one watches (`watch.py`). Processes never outlive this
+object: they end with its `close`, with it, with the interpreter, and with this process however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from areno.device_errors import device_failure
+from areno.errors import ArenoError, EngineFailure
+from areno.ranks import operations as ops
+from areno.ranks.answers import Answer, get_answer, get_state, has_answered
+from areno.ranks.identity import checkpoint_identity, code_identity
+from areno.ranks.log import LogWriter
+from areno.ranks.plan import RankPlan
+from areno.ranks.segment import BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
+from areno.ranks.state_check import compare_states
+from areno.ranks.watch import RankWatch, WatchLimits
+
+if TYPE_CHECKING:
+    from areno.parallel import TPGroup
+
+MEET_S = 120.0
+STALLS = 10
+"""A rank may stay at one entry of the log for this many times `rank_timeout_s`: kernels compile in some."""
+_LOST_IS_SEEN_S = 5.0
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersPlan:
+    """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`."""
+
+    model: Path
+    devices: tuple[str, ...]
+    backend: str
+    launches_ahead: int
+    rank_timeout_s: float
+    threads: int
+    dedicated: bool = False
+    sizes: SegmentSizes | None = None
+
+    @property
+    def stall_s(self) -> float:
+        """How long a collective, or any one entry of the log, may take."""
+        return STALLS * self.rank_timeout_s
+
+
+class Peers:
+    """See the module. `lost_fd` becomes readable when a rank is lost. Raises (in its constructor): OSError."""
+
+    def __init__(self, plan: PeersPlan) -> None:
+        self._plan, self.size = plan, len(plan.devices)
+        self.failure: ArenoError | None = None
+        self._group: TPGroup | None = None
+        self._close_by: float | None = None
+        self._segment = LogSegment.create(plan.sizes or SegmentSizes(world=self.size))
+        self._events = {rank: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for rank in range(1, self.size)}
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
+        self._writer = LogWriter(self._segment, self._events, launches_ahead=plan.launches_ahead, check=self.check)
+        self._bulk_used = [0] * BULK_SLOTS
+        self._bulk_next = 0
+        self._checks: tuple[int, np.ndarray] | None = None
+        self._num_checks = 0
+        code, checkpoint = code_identity(), checkpoint_identity(plan.model)
+        for rank in self._events:
+            self._processes[rank] = self._start(rank, code, checkpoint)
+        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(60.0, plan.rank_timeout_s), stall_s=plan.stall_s)
+        me = weakref.ref(self)
+
+        def lost(error: ArenoError) -> None:
+            peers = me()
+            if peers is not None:
+                peers._lost(error)
+
+        self._watch = RankWatch(self._segment, self._processes, limits, lost)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that appending waited for other ranks."""
+        return self._writer.waited_s
+
+    def _start(self, rank: int, code: dict[str, str], checkpoint: str) -> subprocess.Popen[bytes]:
+        plan = self._plan
+        told = RankPlan(
+            rank=rank,
+            size=self.size,
+            segment_fd=self._segment.fd,
+            event_fd=self._events[rank],
+            leader_pid=os.getpid(),
+            dedicated=plan.dedicated,
+            model=str(plan.model),
+            device=plan.devices[rank],
+            threads=plan.threads,
+            backend=plan.backend,
+            folder=str(self._folder),
+            meeting=f"file://{self._folder / 'meeting'}",
+            rank_timeout_s=plan.rank_timeout_s,
+            stall_s=plan.stall_s,
+            code=code,
+            checkpoint=checkpoint,
+        )
+        path = self._folder / f"rank{rank}.json"
+        path.write_text(told.to_json())
+        # The same package as here, wherever the caller found it.
+        searched = [code["path"].removesuffix("/areno"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            [sys.executable, "-m", "areno.ranks.follower", "--config", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=(self._segment.fd, self._events[rank]),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(searched)},
+            start_new_session=True,
+        )
+
+    def meet(self, connect: Callable[[str, float], TPGroup]) -> TPGroup:
+        """Wait for every rank to be ready to meet, then return `connect(meeting, timeout_s)`. Blocks. Raises: what a rank refuses."""
+        deadline = time.monotonic() + max(MEET_S, self._plan.rank_timeout_s)
+
+        def ready() -> bool:
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"the ranks did not start within {MEET_S:g} s", field="tp", remedy="see their log, then start again")
+            return all(self._segment.own(rank, Own.PHASE) >= Phase.CONNECTING for rank in self._events)
+
+        self._writer.wait(ready)
+        with self.together():
+            self._group = connect(f"file://{self._folder / 'meeting'}", self._plan.stall_s)
+        self._writer.wait(lambda: all(self._segment.own(rank, Own.PHASE) >= Phase.RUNNING for rank in self._events))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return self._group
+
+    def check(self) -> None:
+        """Raise what a lost rank left. Raises: EngineFailure; while the ranks start, what one of them refused."""
+        if self.failure is not None:
+            raise self.failure
+        if self._close_by is not None and time.monotonic() > self._close_by:
+            raise EngineFailure(f"the ranks did not end within {_STOP_S:g} s", field="tp", remedy="they are killed")
+
+    def tell(self, entry: ops.Entry) -> int:
+        """Append an entry and return its number. Blocks: while a rank is too far behind. Raises: EngineFailure."""
+        return self._writer.append(entry)
+
+    def answers(self, number: int) -> list[Answer]:
+        """Return every rank's answer to an entry. Blocks. Raises: EngineFailure."""
+        self._writer.wait(lambda: all(has_answered(self._segment, rank, number) for rank in self._events))
+        return [get_answer(self._segment, rank) for rank in self._events]
+
+    def expect(self, number: int) -> None:
+        """Wait until every rank has done an entry. Blocks. Raises: the first refusal, EngineFailure."""
+        for answer in self.answers(number):
+            if answer.refusal is not None:
+                raise answer.refusal
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Give errors of work in which ranks meet their cause: a lost rank, where there is one. Raises: EngineFailure."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ArenoError) and not isinstance(error, EngineFailure):
+                raise
+            if not self._see_lost():
+                # The others are in the middle of what rank 0 did not finish.
+                self.fail(_failure_of(error))
+            assert self.failure is not None, "a failure is remembered"
+            if self.failure is error:
+                raise
+            raise self.failure from error
+
+    def _see_lost(self) -> bool:
+        """Return whether a rank is lost, giving the watch a moment to see it. Blocks: for that moment."""
+        deadline = time.monotonic() + _LOST_IS_SEEN_S
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure is not None
+
+    def stage(self, name: str, tensor: torch.Tensor, *, start: int, shape: tuple[int, ...], whole: bool) -> None:
+        """Pass elements `start` and on of a tensor of `shape`, flat, through the bulk slots. Blocks: for ranks that are behind."""
+        flat = tensor.detach().reshape(-1)
+        room = self._segment.sizes.bulk_bytes // flat.element_size()
+        for begin in range(0, max(flat.numel(), 1), room):
+            part = flat[begin : begin + room]
+            slot, self._bulk_next = self._bulk_next, (self._bulk_next + 1) % BULK_SLOTS
+            self._writer.wait(lambda used=self._bulk_used[slot]: self._writer.executed(used))  # type: ignore[misc]
+            if part.numel():
+                torch.frombuffer(self._segment.bulk(slot), dtype=part.dtype, count=part.numel()).copy_(part)
+            self._bulk_used[slot] = self.tell(
+                ops.StagePiece(
+                    name=name,
+                    dtype=str(part.dtype).removeprefix("torch."),
+                    shape=np.array(shape, np.int64),
+                    start=start + begin,
+                    count=part.numel(),
+                    slot=slot,
+                    whole=whole,
+                )
+            )
+
+    def begin_check(self, state_of: Callable[[], np.ndarray]) -> None:
+        """Ask every rank for the state of its rows, to be compared when the answers are there; one check at a time."""
+        if self._checks is None:
+            self._num_checks += 1
+            self.tell(ops.CheckState(number=self._num_checks))
+            self._checks = (self._num_checks, state_of())
+
+    def compare(self, *, wait: bool = False) -> None:
+        """Compare what is there of an open check. Blocks: with `wait`. Raises: EngineFailure where a rank differs; all are ended then."""
+        if self._checks is None:
+            return
+        number, mine = self._checks
+        if wait:
+            self._writer.wait(lambda: all(get_state(self._segment, rank, number) is not None for rank in self._events))
+        told = {rank: get_state(self._segment, rank, number) for rank in self._events}
+        states = {rank: state for rank, state in told.items() if state is not None}
+        if len(states) < len(told):
+            return
+        self._checks = None
+        try:
+            compare_states(mine, states)
+        except EngineFailure as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: ArenoError) -> None:
+        """End every rank for a reason that rank 0 has found itself."""
+        self._lost(error)
+        self._watch.stop()
+
+    def _lost(self, error: ArenoError) -> None:
+        """Remember why, end every rank, and get rank 0 out of what it waits in."""
+        if self.failure is None:
+            self.failure = error
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._group is not None:
+            self._group.abort()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self.lost_fd, 1)
+
+    def close(self) -> None:
+        """End the ranks: ask, wait, then kill. Repeatable. Blocks: at most some seconds."""
+        if not self._finalizer.alive:
+            return
+        self._watch.stop()
+        self._close_by = time.monotonic() + _STOP_S
+        if self.failure is None:
+            with contextlib.suppress(ArenoError):
+                self._writer.append(ops.Stop())
+                self._writer.wait(lambda: all(process.poll() is not None for process in self._processes.values()))
+        if self._group is not None:
+            self._group.close()
+        self._finalizer()
+        self.failure = self.failure or EngineFailure("the engine is closed", field="tp", remedy="make a new one")
+        for fd in (*self._events.values(), self.lost_fd):
+            os.close(fd)
+        self._segment.close()
+
+
+def _failure_of(error: RuntimeError) -> EngineFailure:
+    if isinstance(error, EngineFailure):
+        return error
+    what = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return device_failure(error) or EngineFailure(f"rank 0 failed: {what}", field="tp", value=0, remedy="start the engine again")
+
+
+def _end(processes: dict[int, subprocess.Popen[Any]], folder: Path) -> None:
+    """End and reap what still runs; also the finalizer of an engine that nobody closed."""
+    for process in processes.values():
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)
