@@ -19,6 +19,7 @@ DECODE_PATHS = ("resident", "rebuilt")
 RESULT_TRANSPORTS = ("auto", "mapped", "copy")
 STAGING_PLACES = ("auto", "device", "host")
 MAX_RUN_AHEAD = 3
+MAX_TP = 64
 LANE_MULTIPLE = 4
 ZERO_PAGE = 0
 SINK_PAGE = 1
@@ -45,7 +46,8 @@ class EngineConfig:
     write host memory), "copy", or "auto", which maps where a probe at the start finds that it works. `seed` seeds the seeds of
     requests that bring none. `weight_staging` says where the weights of an update wait on a CUDA device: in its memory ("device"), in
     pinned host memory ("host"), or "auto": on the device where live and staged weights fit. `canary_tolerance` and
-    `canary_mean_tolerance` are nats; None follows from the dtype.
+    `canary_mean_tolerance` are nats; None follows from the dtype. `tp` is the number of ranks that share the model, one process and one
+    device each; a rank that shows no sign of life for `rank_timeout_s`, or hangs in one command ten times as long, ends the engine.
     Raises: InvalidConfig.
     """
 
@@ -73,6 +75,8 @@ class EngineConfig:
     initial_version: int = 0
     canary_tolerance: float | None = None
     canary_mean_tolerance: float | None = None
+    tp: int = 1
+    rank_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         integers = {
@@ -87,6 +91,7 @@ class EngineConfig:
             "compaction_steps": (1, 2**20),
             "seed": (0, 2**64 - 1),
             "initial_version": (0, 2**62),
+            "tp": (1, MAX_TP),
         }
         optional = {field.name for field in fields(self) if field.default is None}
         for name, (low, high) in integers.items():
@@ -151,6 +156,14 @@ class EngineConfig:
             share,
             "a number above 0, at most 1",
             "leave gpu_memory_fraction at 0.9",
+        )
+        patience = self.rank_timeout_s
+        _require(
+            isinstance(patience, int | float) and not isinstance(patience, bool) and 1.0 <= patience <= 3600.0,
+            "rank_timeout_s",
+            patience,
+            "seconds from 1 to 3600",
+            "leave rank_timeout_s at 30",
         )
         for name in ("canary_tolerance", "canary_mean_tolerance"):
             value = getattr(self, name)

@@ -8,6 +8,9 @@ One round of `step`:
 
 The caller's thread does everything; nothing here waits for anybody. A weight update is staged between steps and
 committed between two launches, so no token is computed by half of it.
+
+With `tp` above 1 this is rank 0: whatever runs on its device is first appended to the log that the other ranks follow (`ranks/`), so
+that every rank does the same in the same order, and a rank that is lost ends the engine with a typed error.
 """
 
 from __future__ import annotations
@@ -26,8 +29,12 @@ from areno.canary import CanaryGaps, CanaryProof
 from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
 from areno.errors import Asleep, CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
-from areno.models.model_config import read_model_config
+from areno.models.model_config import ModelConfig, read_model_config
 from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
+from areno.ranks import operations as ops
+from areno.ranks.ranks import Ranks, build_entry, open_entry, start_ranks, verify_entry
+from areno.ranks.share import canaries_entry
+from areno.ranks.state_check import CHECK_LAUNCHES, state_of
 from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
@@ -64,6 +71,7 @@ class EngineInfo:
     result_transport: str
     result_transport_reason: str
     num_parameters: int
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +86,25 @@ class Score:
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
 
-    `beside` is another engine whose weights and K/V memory this one uses (see `twin`).
-    Raises: CheckpointError, UnsupportedModel, InvalidConfig; EngineFailure if the device fails, here and in every method that
-    runs on it, after which the engine is of no use.
+    `beside` is another engine whose weights and K/V memory this one uses (see `twin`). `dedicated` says that this process does
+    nothing but run the engine, so that other ranks may end it when it hangs. `ranks` are others that follow this engine's log with
+    a whole model each, for tests of the log; `tp` starts its own.
+    Raises: CheckpointError, UnsupportedModel, InvalidConfig; EngineFailure if the device or another rank fails, here and in every
+    method that runs on it, after which the engine is of no use.
     """
 
-    def __init__(self, config: EngineConfig, *, beside: Engine | None = None) -> None:
-        folder = Path(config.model)
-        model_config = read_model_config(folder)
+    def __init__(self, config: EngineConfig, *, beside: Engine | None = None, dedicated: bool = False, ranks: Ranks | None = None) -> None:
+        model_config, device = read_model_config(Path(config.model)), find_device(config.device)
+        self._ranks: Ranks = ranks or start_ranks(config, device, dedicated=dedicated)
+        try:
+            self._compose(config, model_config, device, beside)
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    def _compose(self, config: EngineConfig, model_config: ModelConfig, device: torch.device, beside: Engine | None) -> None:
         token_kv_elements = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
-        device = find_device(config.device)
+        self._ranks.meet()
         self._device_limits: DeviceLimits = measure_device(device, config, model_config) if beside is None else beside._device_limits
         resolved = resolve(
             config, self._device_limits, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
@@ -96,13 +113,16 @@ class Engine:
             check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
         elif device.type != "cpu":
             check_kernels(config, resolved, model_config)
-        with device_errors("while the engine was built"):
+        self._ranks.bound_launches(resolved.run_ahead + 1)
+        built = self._ranks.tell(build_entry(config, resolved))
+        with self._ranks.together(), device_errors("while the engine was built"):
             rank = build_rank(config, resolved, model_config, device, beside=None if beside is None else beside._rank)
             if beside is None and config.load_format == "dummy":
                 fill_randomly(rank.model, resolved.seed)
             elif beside is None:
-                load_checkpoint(folder, rank.model.table)
+                load_checkpoint(Path(config.model), rank.model.table)
             rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
+        self._ranks.expect(built)
         self._rank: Rank = rank
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
@@ -127,6 +147,7 @@ class Engine:
         self._steps = 0
         self._step_s = 0.0
         self._updates = 0
+        self._checked_launches = 0
         self.info = EngineInfo(
             model_type=model_config.model_type,
             dtype=resolved.dtype,
@@ -146,6 +167,7 @@ class Engine:
             result_transport=rank.transport.kind,
             result_transport_reason=rank.transport.reason,
             num_parameters=self._table.num_parameters,
+            tp=self._ranks.size,
         )
 
     @property
@@ -157,6 +179,15 @@ class Engine:
     def manifest(self) -> dict[str, TensorSpec]:
         """What a full update brings, by Hugging Face name; a tied head may come along and is compared."""
         return self._table.manifest()
+
+    @property
+    def lost_fd(self) -> int | None:
+        """A descriptor that becomes readable when another rank is lost; None where there is none. `check_ranks` says why."""
+        return self._ranks.lost_fd
+
+    def check_ranks(self) -> None:
+        """Raise what a lost rank left; for a caller that has no work for the engine. Raises: EngineFailure."""
+        self._ranks.check()
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +233,8 @@ class Engine:
         """
         self._check_awake("step")
         try:
-            return self._step()
+            with self._ranks.together():
+                return self._step()
         except RuntimeError as error:
             failure = device_failure(error)
             if failure is None:
@@ -215,15 +247,25 @@ class Engine:
         last_launch = self._ring.last_launch
         with torch.inference_mode():
             for command in self._scheduler.plan():
+                self._ranks.tell(command)
                 self._executor.execute(command)
                 outputs.extend(self._read(drain=False))
         if self._ring.last_launch == last_launch:
             outputs.extend(self._read(drain=True))
         self._steps += 1
+        if self._ranks.size > 1:
+            self._compare_ranks()
         endings = self._scheduler.take_endings()
         output = _join(outputs, endings, self._scheduler.take_prompt_scores())
         self._step_s += time.perf_counter() - started
         return output
+
+    def _compare_ranks(self) -> None:
+        """Every few hundred launches, compare the rows of all ranks; what they say is read when it is there."""
+        self._ranks.compare()
+        if self._ring.last_launch - self._checked_launches >= CHECK_LAUNCHES:
+            self._checked_launches = self._ring.last_launch
+            self._ranks.begin_check(lambda: state_of(self._path))
 
     def collect(self) -> StepOutput:
         """Return what the launches already made have said, making none: what a paused engine still has to tell.
@@ -244,14 +286,20 @@ class Engine:
             raise InvalidRequest(
                 "ids holds one id", field="ids", value=1, limit="at least two are needed", remedy="score a sequence with a context"
             )
-        no_room = RequestTooLong(
-            f"the device has no memory to score {array.size} ids at once",
-            field="ids",
-            value=int(array.size),
-            limit="a score runs without pages, beside what the engine holds",
-            remedy=f"score a shorter sequence, or {LESS_MEMORY}",
+        no_room = (
+            None
+            if self._ranks.size > 1
+            else RequestTooLong(
+                f"the device has no memory to score {array.size} ids at once",
+                field="ids",
+                value=int(array.size),
+                limit="a score runs without pages, beside what the engine holds",
+                remedy=f"score a shorter sequence, or {LESS_MEMORY}",
+            )
         )
-        with device_errors("while ids were scored", out_of_memory=no_room), torch.inference_mode():
+        together = self._ranks.together()
+        with together, device_errors("while ids were scored", out_of_memory=no_room), torch.inference_mode():
+            self._ranks.tell(ops.ScoreIds(ids=array, temperature=sampling.temperature))
             tempered, raw = self._forward.score(array, sampling.temperature)
             return Score(token_logprobs=tempered.cpu().numpy().copy(), raw_logprobs=raw.cpu().numpy().copy(), version=self.version)
 
@@ -285,21 +333,25 @@ class Engine:
                 remedy="use a larger version",
             )
         self._update = WeightUpdate(self._table, manifest, version=version, partial=partial)
+        self._ranks.tell(open_entry(manifest, version=version, partial=partial))
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch, WeightUpdateError."""
         with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
             self._open_update().stage(name, tensor)
+            self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
 
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
         with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
             self._open_update().stage_slice(name, values, start=start, spec=spec)
+            self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
 
     def settle_slices(self) -> None:
         """Wait until every slice is copied; on a CUDA device copies of its memory are only launched before. Raises: NoUpdate."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
             self._open_update().settle_slices()
+            self._ranks.tell(ops.SettleSlices())
 
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
         """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
@@ -310,24 +362,29 @@ class Engine:
         update = self._open_update()
         started = time.perf_counter()
         self._update = None
-        for canary in canaries:
-            self._check_scorable("canary.ids", check_ids("canary.ids", canary.ids, self.info.vocab_size))
-        with (
-            device_errors("while weights were committed", out_of_memory=_no_room("prove", f"version {update.version}")),
-            torch.inference_mode(),
-        ):
-            update.verify(digests)
-            verified = time.perf_counter()
-            with device_errors("while weights were swapped"):
-                update.swap()
-            swapped = time.perf_counter()
-            try:
-                gaps = self._proof.measure(canaries)
-                self._judge(gaps)
-            except BaseException:
-                update.swap()
-                raise
-        proved = time.perf_counter()
+        no_room = None if self._ranks.size > 1 else _no_room("prove", f"version {update.version}")
+        try:
+            for canary in canaries:
+                self._check_scorable("canary.ids", check_ids("canary.ids", canary.ids, self.info.vocab_size))
+            with self._ranks.together(), device_errors("while weights were committed", out_of_memory=no_room), torch.inference_mode():
+                number = self._ranks.tell(verify_entry(digests))
+                update.verify(digests)
+                self._ranks.expect(number)
+                verified = time.perf_counter()
+                self._swap(update)
+                swapped = time.perf_counter()
+                try:
+                    self._ranks.tell(canaries_entry(canaries))
+                    gaps = self._proof.measure(canaries)
+                    self._judge(gaps)
+                except BaseException:
+                    self._swap(update)
+                    raise
+                proved = time.perf_counter()
+                self._ranks.expect(self._ranks.tell(ops.PublishUpdate(version=update.version)))
+        except (WeightUpdateError, InvalidRequest):
+            self._ranks.tell(ops.AbortUpdate())
+            raise
         self._executor.version = update.version
         self._scheduler.commit_version(update.version)
         self._updates += 1
@@ -350,13 +407,22 @@ class Engine:
             warning=None if counts.changed_tensors else "no tensor differs from the previous version",
         )
 
+    def _swap(self, update: WeightUpdate) -> None:
+        self._ranks.tell(ops.SwapUpdate())
+        with device_errors("while weights were swapped"):
+            update.swap()
+
     def abort_update(self) -> None:
-        """Drop the open update, if any; the live weights are untouched."""
-        self._update = None
+        """Drop the open update, if any; the live weights are untouched. Raises: EngineFailure where another rank is lost."""
+        if self._update is not None:
+            self._update = None
+            self._ranks.tell(ops.AbortUpdate())
 
     def digests(self) -> dict[str, int]:
         """Return the digest of every live tensor by its Hugging Face name."""
-        return digests(self._table)
+        with self._ranks.together():
+            self._ranks.tell(ops.TakeDigests())
+            return digests(self._table)
 
     @property
     def asleep(self) -> str | None:
@@ -391,19 +457,21 @@ class Engine:
                 remedy="commit or abort it first",
             )
         outputs: list[StepOutput] = []
-        with device_errors("while the engine went to sleep"), torch.inference_mode():
+        with self._ranks.together(), device_errors("while the engine went to sleep"), torch.inference_mode():
             if self._asleep is None:
                 for command in self._scheduler.empty_device():
+                    self._ranks.tell(command)
                     self._executor.execute(command)
                 outputs = self._read(drain=True)
                 self._scheduler.clear_prefix_cache()
-                self._table.release_staging()
-                self._path.forget_captures()
-                self._forward.forget_captures()
-                self._store.release()
+                released = self._ranks.tell(ops.ReleaseKV())
+                self._rank.release_kv()
+                self._ranks.expect(released)
                 self._asleep = "kv"
             if level == "weights" and self._asleep == "kv":
+                moved = self._ranks.tell(ops.MoveOutWeights())
                 self._moved_out = self._table.move_out()
+                self._ranks.expect(moved)
                 self._asleep = "weights"
             if self._store.keys.is_cuda:
                 torch.cuda.empty_cache()
@@ -424,16 +492,22 @@ class Engine:
             limit=f"it takes {self._store.num_bytes + (self._table.num_bytes if self._moved_out is not None else 0):,} bytes",
             remedy="free the memory that was lent out, then wake again",
         )
-        with device_errors("while the engine woke", out_of_memory=no_memory), torch.inference_mode():
+        with self._ranks.together(), device_errors("while the engine woke", out_of_memory=no_memory), torch.inference_mode():
+            woken = self._ranks.tell(ops.WakeUp())
             try:
                 if self._moved_out is not None:
                     self._table.move_in(self._moved_out)
                     self._moved_out, self._asleep = None, "kv"
                 self._store.restore()
+                self._ranks.expect(woken)
             except BaseException:
                 self._store.release()
+                self._ranks.expect(self._ranks.tell(ops.ReleaseKV()))
+                if self._asleep == "weights":
+                    self._ranks.expect(self._ranks.tell(ops.MoveOutWeights()))
                 raise
             self._asleep = None
+            self._ranks.tell(ops.WarmUp())
             self._path.warm_up(self._buckets, Variant(noise=True, sums=True))
 
     def _check_awake(self, what: str) -> None:
@@ -486,6 +560,8 @@ class Engine:
             "updates": self._updates,
             "result_transport": self.info.result_transport,
             "asleep": self._asleep or "",
+            "tp": self._ranks.size,
+            "ranks_waited_s": self._ranks.waited_s,
         }
 
     def check_integrity(self) -> None:
@@ -496,6 +572,10 @@ class Engine:
         if self._asleep is not None:
             return
         assert not self._store.keys[:, 0].any() and not self._store.values[:, 0].any(), "the zero page was written"
+        if self._ranks.size > 1:
+            self._ranks.compare(wait=True)
+            self._ranks.begin_check(lambda: state_of(self._path))
+            self._ranks.compare(wait=True)
         if self._ring.num_pending:
             return
         state = {name: tensor.cpu().numpy() for name, tensor in self._path.row_state().items()}
@@ -506,8 +586,9 @@ class Engine:
             assert state["page_table"][row, : len(live.pages)].tolist() == live.pages, f"row {row} has other pages than the host knows"
 
     def close(self) -> None:
-        """Drop the open update; the engine holds nothing else beyond its memory."""
-        self.abort_update()
+        """Drop the open update and end the other ranks; the engine holds nothing else beyond its memory. Blocks: at most some seconds."""
+        self._update = None
+        self._ranks.close()
 
     def _read(self, *, drain: bool) -> list[StepOutput]:
         return [self._scheduler.consume(result) for result in self._ring.ready(drain=drain)]

@@ -156,6 +156,13 @@ class Rank:
     proof_ring: ResultRing
     transport: Transport
 
+    def release_kv(self) -> None:
+        """Give the memory of keys and values back, and drop what was captured over it and what waits to be swapped."""
+        self.model.table.release_staging()
+        self.path.forget_captures()
+        self.forward.forget_captures()
+        self.store.release()
+
 
 def fill_randomly(model: DenseDecoder, seed: int) -> None:
     """Give every tensor seeded random numbers in place of a checkpoint's: norms near one, the rest with a deviation of 0.02."""

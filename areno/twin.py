@@ -28,6 +28,14 @@ def twin_config(config: EngineConfig, resolved: ResolvedConfig, changes: Mapping
                 limit=f"a twin may change {', '.join(TWIN_OPTIONS)}",
                 remedy=f"set {name} on the first engine",
             )
+    if config.tp > 1:
+        raise InvalidConfig(
+            f"an engine of tp={config.tp} ranks has no twin",
+            field="tp",
+            value=config.tp,
+            limit="its other ranks follow one log",
+            remedy="compare engines with tp=1",
+        )
     if config.prefix_cache:
         raise InvalidConfig(
             "an engine with a prefix cache has no twin",

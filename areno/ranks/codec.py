@@ -181,6 +181,7 @@ _ENTRIES: dict[type, _Field[Any]] = {
     ops.ReleaseKV: _record(ops.ReleaseKV),
     ops.MoveOutWeights: _record(ops.MoveOutWeights),
     ops.WakeUp: _record(ops.WakeUp),
+    ops.WarmUp: _record(ops.WarmUp),
     ops.CheckState: _record(ops.CheckState, number=_Integer),
     ops.Stop: _record(ops.Stop),
 }

@@ -39,7 +39,8 @@ class LogWriter:
     """The first rank's end. `events` wake readers by rank; `check` raises when a rank is lost, and is asked while waiting."""
 
     def __init__(self, segment: LogSegment, events: Mapping[int, int], *, launches_ahead: int, check: Callable[[], None]) -> None:
-        self._segment, self._events, self._ahead, self._check = segment, events, launches_ahead, check
+        self._segment, self._events, self._check = segment, events, check
+        self.launches_ahead = launches_ahead
         self._written = self._entries = self._launches = 0
         self.waited_s = 0.0
 
@@ -53,7 +54,7 @@ class LogWriter:
         self._check()
         launch = is_launch(entry)
         if launch:
-            self.wait(lambda: self._slowest(Own.LAUNCHES) >= self._launches - self._ahead)
+            self.wait(lambda: self._slowest(Own.LAUNCHES) >= self._launches - self.launches_ahead)
         kind, body = pack(entry)
         for begin in range(0, max(len(body), 1), RECORD_PAYLOAD):
             self._write(kind, body[begin : begin + RECORD_PAYLOAD], last=begin + RECORD_PAYLOAD >= len(body))

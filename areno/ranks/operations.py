@@ -115,6 +115,11 @@ class WakeUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """Get ready for steps, after every rank has its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckState:
     """Tell the state of the rows as it is after everything before this; `number` counts the checks from 1."""
 
@@ -141,10 +146,11 @@ Operation = (
     | ReleaseKV
     | MoveOutWeights
     | WakeUp
+    | WarmUp
     | CheckState
     | Stop
 )
 Entry = Command | Operation
 """What the log holds."""
 
-ANSWERED = (Build, VerifyUpdate, SwapUpdate, MeasureCanaries, PublishUpdate, ReleaseKV, MoveOutWeights, WakeUp)
+ANSWERED = (Build, VerifyUpdate, PublishUpdate, ReleaseKV, MoveOutWeights, WakeUp)

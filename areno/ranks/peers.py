@@ -1,6 +1,6 @@
 """The other ranks as rank 0 has them: their processes, the log to them, what they answer, and their end.
 
-    start -> meet (the group) -> tell(Build) -> tell(entry)* -> close
+    start -> meet -> tell(Build) -> tell(entry)* -> close
       a rank that is lost at any time: all are ended, `failure` says why, and every later call raises it
 
 The engine owns one where `tp` is more than 1. One thread calls it; a second one watches (`watch.py`). Processes never outlive this
@@ -20,13 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from areno.device_errors import device_failure
 from areno.errors import ArenoError, EngineFailure
+from areno.parallel import TPGroup
 from areno.ranks import operations as ops
 from areno.ranks.answers import Answer, get_answer, get_state, has_answered
 from areno.ranks.identity import checkpoint_identity, code_identity
@@ -35,9 +36,6 @@ from areno.ranks.plan import RankPlan
 from areno.ranks.segment import BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
 from areno.ranks.state_check import compare_states
 from areno.ranks.watch import RankWatch, WatchLimits
-
-if TYPE_CHECKING:
-    from areno.parallel import TPGroup
 
 MEET_S = 120.0
 STALLS = 10
@@ -77,6 +75,7 @@ class Peers:
         self._events = {rank: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for rank in range(1, self.size)}
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._folder = Path(tempfile.mkdtemp(prefix="areno-ranks-"))
+        self._meeting = f"file://{self._folder / 'meeting'}"
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._finalizer = weakref.finalize(self, _end, self._processes, self._folder)
         self._writer = LogWriter(self._segment, self._events, launches_ahead=plan.launches_ahead, check=self.check)
@@ -121,7 +120,7 @@ class Peers:
             threads=plan.threads,
             backend=plan.backend,
             folder=str(self._folder),
-            meeting=f"file://{self._folder / 'meeting'}",
+            meeting=self._meeting,
             rank_timeout_s=plan.rank_timeout_s,
             stall_s=plan.stall_s,
             code=code,
@@ -140,8 +139,12 @@ class Peers:
             start_new_session=True,
         )
 
-    def meet(self, connect: Callable[[str, float], TPGroup]) -> TPGroup:
-        """Wait for every rank to be ready to meet, then return `connect(meeting, timeout_s)`. Blocks. Raises: what a rank refuses."""
+    def bound_launches(self, ahead: int) -> None:
+        """Let no launch into the log while some rank is more than `ahead` launches behind."""
+        self._writer.launches_ahead = ahead
+
+    def meet(self) -> TPGroup:
+        """Wait for every rank to be ready, and return the group that they are in. Blocks. Raises: what a rank refuses, EngineFailure."""
         deadline = time.monotonic() + max(MEET_S, self._plan.rank_timeout_s)
 
         def ready() -> bool:
@@ -151,10 +154,18 @@ class Peers:
 
         self._writer.wait(ready)
         with self.together():
-            self._group = connect(f"file://{self._folder / 'meeting'}", self._plan.stall_s)
+            self._group = self._connect()
         self._writer.wait(lambda: all(self._segment.own(rank, Own.PHASE) >= Phase.RUNNING for rank in self._events))
         shutil.rmtree(self._folder, ignore_errors=True)
         return self._group
+
+    def _connect(self) -> TPGroup:
+        plan, device = self._plan, torch.device(self._plan.devices[0])
+        if plan.backend == "none":
+            return TPGroup.single(device)
+        return TPGroup.connect(
+            rank=0, size=self.size, init_method=self._meeting, backend=plan.backend, timeout_s=plan.stall_s, device=device
+        )
 
     def check(self) -> None:
         """Raise what a lost rank left. Raises: EngineFailure; while the ranks start, what one of them refused."""

@@ -7,7 +7,7 @@ A weight update that is refused is refused alike on every rank: rank 0 raises it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Share:
         self._update: WeightUpdate | None = None
         self._pieces: dict[str, torch.Tensor] = {}
         self._moved_out: HostCopy | None = None
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], object]] = {
             ops.Build: self._build,
             ops.ScoreIds: self._score,
             ops.OpenUpdate: self._open_update,
@@ -74,6 +74,7 @@ class Share:
             ops.ReleaseKV: self._release,
             ops.MoveOutWeights: self._move_out,
             ops.WakeUp: self._wake,
+            ops.WarmUp: self._warm_up,
         }
 
     def run(self, entry: ops.Entry) -> Answer | None:
@@ -123,7 +124,9 @@ class Share:
     def _stage_piece(self, entry: ops.StagePiece) -> None:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         shape = tuple(entry.shape.tolist())
-        values = torch.frombuffer(self._segment.bulk(entry.slot), dtype=dtype, count=entry.count) if entry.count else torch.empty(0, dtype=dtype)
+        values = (
+            torch.frombuffer(self._segment.bulk(entry.slot), dtype=dtype, count=entry.count) if entry.count else torch.empty(0, dtype=dtype)
+        )
         if not entry.whole:
             # The bulk slot is written again once this entry is done, and copies of a device may come later.
             self._open.stage_slice(entry.name, values.clone(), start=entry.start, spec=TensorSpec(entry.dtype, shape))
@@ -162,7 +165,8 @@ class Share:
         self._empty_cache()
 
     def _move_out(self, entry: ops.MoveOutWeights) -> None:
-        self._moved_out = self._own.rank.model.table.move_out()
+        if self._moved_out is None:
+            self._moved_out = self._own.rank.model.table.move_out()
         self._empty_cache()
 
     def _empty_cache(self) -> None:
@@ -187,7 +191,10 @@ class Share:
                     limit=str(error).splitlines()[0],
                     remedy="free the memory that was lent out, then wake again",
                 ) from error
-            rank.path.warm_up(self._own.resolved.buckets, WARM)
+
+    def _warm_up(self, entry: ops.WarmUp) -> None:
+        with torch.inference_mode():
+            self._own.rank.path.warm_up(self._own.resolved.buckets, WARM)
 
 
 class _Built:
@@ -200,7 +207,7 @@ class _Built:
         self.proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
 
 
-def canaries_entry(canaries: list[Canary]) -> ops.MeasureCanaries:
+def canaries_entry(canaries: Sequence[Canary]) -> ops.MeasureCanaries:
     """Return the entry that scores these canaries."""
     return ops.MeasureCanaries(
         counts=np.array([canary.ids.size for canary in canaries], np.int64),

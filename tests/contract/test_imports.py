@@ -48,8 +48,10 @@ def test_importing_areno_alone_loads_no_torch() -> None:
     assert "torch" not in modules_loaded_by("areno", "areno.errors")
 
 
-@pytest.mark.parametrize("name", ["areno.scheduler", "areno.commands", "areno.request", "areno.kv.pool", "areno.kv.prefix"])
-def test_planning_on_the_host_loads_no_torch(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["areno.scheduler", "areno.commands", "areno.request", "areno.kv.pool", "areno.kv.prefix", "areno.ranks.follower"]
+)
+def test_planning_on_the_host_loads_no_torch_and_a_rank_shows_its_beat_before_it_does(name: str) -> None:
     assert "torch" not in modules_loaded_by(name)
 
 
