@@ -1,4 +1,4 @@
-"""The command line: `python -m rollout serve | check | info | stats`.
+"""The command line: `python -m rollout serve | check | info | stats | keys`.
 
 Options of `serve` are those of `ServiceConfig`. With `--json`, what ends, ends with one JSON line on standard output;
 logs and human text for a running service go to standard error.
@@ -20,11 +20,13 @@ from rollout.client.blocking import connect
 from rollout.config import ServiceConfig, default_threads
 from rollout.environment_report import environment_report
 from rollout.errors import RolloutError, error_fields, error_from_fields
+from rollout.key_commands import app as keys_app
 from rollout.service.engine_host import checked_options, option_default
 
 app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+app.add_typer(keys_app)
 
 SNIPPET = """The service runs at {address}
 Paste this into a script or a notebook:
@@ -38,6 +40,8 @@ Stop it with Ctrl-C."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line at the end.")]
 Address = Annotated[str | None, typer.Option(help="Address of the service; without it, the one that the state folder announces.")]
+
+Key = Annotated[str | None, typer.Option(help="Key file for an encrypted service.", show_default="found in the state folder")]
 
 
 def _print_json(fields: Mapping[str, object]) -> None:
@@ -65,7 +69,10 @@ def _with_flags(text: str, field: str | None) -> str:
 def serve(
     model: Annotated[str, typer.Option(help="Folder of the model (Hugging Face layout).")],
     address: Annotated[
-        str | None, typer.Option(help="ipc:///path or tcp://127.0.0.1:port.", show_default="a local socket in the state folder")
+        str | None,
+        typer.Option(
+            help="ipc:///path, tcp://HOST:PORT or tcp://[IPv6]:PORT; TCP is encrypted.", show_default="a local socket in the state folder"
+        ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on the CPU, bfloat16 on CUDA")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=option_default("device"))] = None,
@@ -134,7 +141,7 @@ def serve(
     state_dir: Annotated[str | None, typer.Option(help="State folder.", show_default="ARENO_STATE_DIR, else the user's")] = None,
     lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
     max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow TCP without encryption on loopback.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Take TCP connections from anybody and without encryption.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line when ready and one when stopped or failed.")] = False,
 ) -> None:
     """Serve a model until stopped."""
@@ -186,9 +193,9 @@ def check(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _ask(address: str | None, timeout_s: float, as_json: bool, what: str) -> dict[str, Any]:
+def _ask(address: str | None, key: str | None, timeout_s: float, as_json: bool, what: str) -> dict[str, Any]:
     try:
-        with connect(address, timeout_s=timeout_s, name="command line") as client:
+        with connect(address, timeout_s=timeout_s, name="command line", key=key) as client:
             return client.stats() if what == "stats" else dataclasses.asdict(client.info())
     except RolloutError as error:
         raise _refuse(error, as_json) from None
@@ -208,15 +215,25 @@ def _show(fields: Mapping[str, Any], as_json: bool) -> None:
 
 
 @app.command()
-def info(address: Address = None, timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0, as_json: Json = False) -> None:
+def info(
+    address: Address = None,
+    key: Key = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
+    as_json: Json = False,
+) -> None:
     """Say what a running service is."""
-    _show(_ask(address, timeout_s, as_json, "info"), as_json)
+    _show(_ask(address, key, timeout_s, as_json, "info"), as_json)
 
 
 @app.command()
-def stats(address: Address = None, timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0, as_json: Json = False) -> None:
+def stats(
+    address: Address = None,
+    key: Key = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
+    as_json: Json = False,
+) -> None:
     """Print a running service's counters and gauges."""
-    _show(_ask(address, timeout_s, as_json, "stats"), as_json)
+    _show(_ask(address, key, timeout_s, as_json, "stats"), as_json)
 
 
 def main() -> None:

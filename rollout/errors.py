@@ -9,7 +9,7 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   └── DuplicateRequest                   duplicate_request
     ├── InvalidConfig (ValueError)             invalid_config
     │   ├── AddressInUse                       address_in_use        another service answers there
-    │   └── InsecureAddress                    insecure_address      TCP without encryption
+    │   └── InsecureAddress                    insecure_address      TCP without encryption was not asked for
     ├── CheckpointError (ValueError)           checkpoint_invalid
     ├── UnsupportedModel (ValueError)          unsupported_model
     ├── WireError (ValueError)                 malformed             bytes that are no message
@@ -22,6 +22,7 @@ Every refusal carries what failed with the offending value, the limit or cause, 
     │   ├── NoEvaluation                       no_evaluation         ended, or another client's
     │   ├── VersionChanged                     version_changed       an evaluation outlived its deadline and saw two versions
     │   └── RequestFailed                      request_failed        ended as failed; carries what was sampled
+    ├── AccessDenied (PermissionError)         access_denied         the service does not know the key, or none was shown
     ├── Unavailable (ConnectionError)          unavailable
     │   ├── NoService                          no_service            nothing announced in the state folder
     │   ├── ServerUnavailable                  server_unavailable    no answer within the time-out
@@ -112,7 +113,7 @@ class AddressInUse(InvalidConfig):
 
 
 class InsecureAddress(InvalidConfig):
-    """The address would carry tokens and weights over the network in clear."""
+    """The address would carry tokens and weights in clear."""
 
     code = "insecure_address"
 
@@ -189,6 +190,12 @@ class RequestFailed(RequestError):
     code = "request_failed"
     generation: object = None
     reason_code: str | None = None
+
+
+class AccessDenied(RolloutError, PermissionError):
+    """The key that was shown may not do this, was taken away, or none was shown."""
+
+    code = "access_denied"
 
 
 class Unavailable(RolloutError, ConnectionError):

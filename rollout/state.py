@@ -5,6 +5,7 @@
     <socket>.lock                    the same for a local socket, beside it, so that two state folders cannot share one; gone at a clean end
     <state>/versions.json            the next weight version; numbers only grow, across restarts
     <state>/run/                     local sockets, mode 0700
+    <state>/keys/                    keys of encrypted connections, see `keys`
     <state>/weights/<address>/       the default weights folder, one for each address
 
 `ARENO_STATE_DIR` overrides the place. Invariant: an announcement whose lock is free is stale and is ignored.
@@ -114,13 +115,14 @@ class FileLock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a running service says about itself in the state folder."""
+    """What a running service says about itself in the state folder; `server_key` is its public key, None without encryption."""
 
     address: str
     lock: str
     pid: int
     incarnation: str
     model: str
+    server_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,11 @@ class StateFolder:
         for folder in (self.root, self.services):
             private_folder(folder)
         return self
+
+    @property
+    def keys(self) -> Path:
+        """Where keys are."""
+        return self.root / "keys"
 
     def default_address(self) -> str:
         """Return the local address of the state folder's own service."""

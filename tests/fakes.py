@@ -30,6 +30,7 @@ from areno.request import (
 )
 from rollout.client.local import LocalService
 from rollout.wire.codec import Packet, decode, encode
+from rollout.wire.curve import ClientKey
 from rollout.wire.messages import CLIENT_REPLIES, DATA_REQUESTS, Op
 from rollout.wire.security import new_token
 from rollout.wire.transport import Context, Poller, Sent
@@ -386,9 +387,11 @@ def code_that_makes(path: Any) -> bytes:
 class WireClient:
     """A client without any of the client's code: it sends and reads messages as they are on the wire."""
 
-    def __init__(self, address: str, *, session: bytes | None = None, secret: bytes | None = None, hello: bool = True) -> None:
+    def __init__(
+        self, address: str, *, session: bytes | None = None, secret: bytes | None = None, hello: bool = True, key: ClientKey | None = None
+    ) -> None:
         self._context = Context()
-        self._peer = self._context.dealer(address, 2**26)
+        self._peer = self._context.dealer(address, 2**26, key=key)
         self._poller = Poller([self._peer])
         self.welcome: Any = None
         if hello:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from rollout.client import operations
 from rollout.client.client import AsyncClient, load_tokenizer
 from rollout.client.connection import Connection, answer, wait_blocking
+from rollout.client.endpoint import KeySource
 from rollout.client.operations import Operation
 from rollout.client.parameters import (
     EVALUATION_DEADLINE_S,
@@ -346,13 +347,17 @@ class Client:
         self.close()
 
 
-def connect(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> Client:
+def connect(
+    address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None, key: KeySource = None, insecure: bool = False
+) -> Client:
     """Connect to a service; without an address, to the one that the state folder announces. Blocks.
 
-    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), ProtocolMismatch,
-    InvalidConfig.
+    `key` is the key file (or `ClientKey`) by which an encrypted service on another machine is reached; for one that the state
+    folder announces it is found there. `insecure` lets a network address be used in clear.
+    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), AccessDenied,
+    ProtocolMismatch, InvalidConfig, InsecureAddress.
     """
-    connection = Connection(address, timeout_s=timeout_s, name=name)
+    connection = Connection(address, timeout_s=timeout_s, name=name, key=key, insecure=insecure)
     try:
         wait_blocking(connection.connected)
         if connection.connected.error is not None:

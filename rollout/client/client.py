@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rollout.client import operations
 from rollout.client.connection import Connection, answer, wait_async
+from rollout.client.endpoint import KeySource
 from rollout.client.operations import Operation
 from rollout.client.parameters import (
     EVALUATION_DEADLINE_S,
@@ -335,13 +336,17 @@ class AsyncClient:
         await self.close()
 
 
-async def connect_async(address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None) -> AsyncClient:
+async def connect_async(
+    address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None, key: KeySource = None, insecure: bool = False
+) -> AsyncClient:
     """Connect to a service; without an address, to the one that the state folder announces.
 
-    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), ProtocolMismatch,
-    InvalidConfig.
+    `key` is the key file (or `ClientKey`) by which an encrypted service on another machine is reached; for one that the state
+    folder announces it is found there. `insecure` lets a network address be used in clear.
+    Raises: NoService, ServerUnavailable (at once without a socket at the address, else within `timeout_s`), AccessDenied,
+    ProtocolMismatch, InvalidConfig, InsecureAddress.
     """
-    connection = Connection(address, timeout_s=timeout_s, name=name)
+    connection = Connection(address, timeout_s=timeout_s, name=name, key=key, insecure=insecure)
     try:
         await wait_async(connection.connected)
     except BaseException:

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rollout.client.endpoint import KeySource, find_service
 from rollout.client.io_thread import IoThread
 from rollout.client.parameters import Prepared
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable
-from rollout.state import StateFolder, default_state_dir
 from rollout.wire.codec import Packet, encode
 from rollout.wire.messages import Op
 from rollout.wire.security import missing_socket, new_token
@@ -62,9 +62,9 @@ def _say_goodbye() -> None:
 class Connection:
     """See the module. Methods may be called from any thread."""
 
-    def __init__(self, address: str | None, *, timeout_s: float, name: str | None) -> None:
+    def __init__(self, address: str | None, *, timeout_s: float, name: str | None, key: KeySource = None, insecure: bool = False) -> None:
         _check_timeout(timeout_s)
-        found = address or StateFolder(default_state_dir()).find().address
+        found, client_key = find_service(address, key, insecure=insecure)
         missing = missing_socket(found)
         if missing is not None:
             raise ServerUnavailable(
@@ -76,7 +76,7 @@ class Connection:
             )
         self.address = found
         self._pid = os.getpid()
-        self._io = IoThread(found, name or f"{socket.gethostname()}:{os.getpid()}", timeout_s)
+        self._io = IoThread(found, name or f"{socket.gethostname()}:{os.getpid()}", timeout_s, client_key)
         # Once for the process, however many connections it makes.
         atexit.unregister(_say_goodbye)
         atexit.register(_say_goodbye)

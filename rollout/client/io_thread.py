@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from rollout.client.columns import Columns, FlushColumns
+from rollout.client.endpoint import denial
 from rollout.client.flush_extras import FlushExtras
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.errors import (
+    AccessDenied,
     ClientClosed,
     InvalidRequest,
     ProtocolMismatch,
@@ -38,9 +40,10 @@ from rollout.errors import (
 )
 from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
+from rollout.wire.curve import ClientKey
 from rollout.wire.messages import CLIENT_REPLIES, Deltas, Ending, ErrorBody, Op, Welcome
-from rollout.wire.security import missing_socket, new_token
-from rollout.wire.transport import Context, Peer, Poller, Sent
+from rollout.wire.security import control_address_for, missing_socket, new_token
+from rollout.wire.transport import Context, Handshake, Peer, Poller, Sent
 
 log = logging.getLogger("rollout.client")
 MAX_MESSAGE_BYTES = 2**30
@@ -48,6 +51,8 @@ MAX_HEARTBEAT_S = 5.0
 SUSPENSION_S = 1.0
 # How long a call waits for a service that has been silent past the time-out, or has said that it stops.
 PROBE_S = 0.5
+# So many handshakes cut short in a row are no accident of a service that is just ending.
+MAX_CUT_HANDSHAKES = 3
 
 
 class _Link:
@@ -59,13 +64,16 @@ class _Link:
         self.welcomed = False
         self.queue: deque[list[Frame]] = deque()
         self.unsent: deque[list[Frame]] = deque()
+        # Handshakes in a row that the other side cut short, and why this connection will not come about.
+        self.cuts = 0
+        self.denied: RolloutError | None = None
 
 
 class IoThread:
     """See the module. Public methods may be called from any thread."""
 
-    def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        self.address, self._name, self._timeout_s = address, name, timeout_s
+    def __init__(self, address: str, name: str, timeout_s: float, key: ClientKey | None = None) -> None:
+        self.address, self._name, self._timeout_s, self._key = address, name, timeout_s, key
         self.streams: dict[bytes, StreamRecord] = {}
         self._cancelling: set[bytes] = set()
         # Streams that an update cut, by the id under which they go on; `streams` keeps them under the caller's.
@@ -182,10 +190,11 @@ class IoThread:
         error: RolloutError = ClientClosed("the client was closed", remedy="connect again")
         context = Context()
         try:
-            self._data = _Link(context.dealer(self.address, MAX_MESSAGE_BYTES))
+            self._data = _Link(context.dealer(self.address, MAX_MESSAGE_BYTES, key=self._key))
             self._control: _Link | None = None
             self._context = context
-            self._poller = Poller([self._data.peer, self._wake_in.fileno()])
+            self._poller = Poller([self._wake_in.fileno()])
+            self._watch(self._data)
             self._hello(self._data)
             self._loop()
         except Exception as broken:
@@ -218,6 +227,7 @@ class IoThread:
                 self._commands.popleft()()
             for link in (self._data, self._control):
                 if link is not None:
+                    self._shake_hands(link)
                     self._send_unsent(link)
                     self._drain(link)
             self._last_heard += clock.stood_still(time.monotonic(), 0.0)
@@ -266,6 +276,29 @@ class IoThread:
             limit=f"timeout_s is {self._timeout_s:g}{known}",
             remedy="check that the service runs (python -m rollout check), then connect again",
         )
+
+    def _watch(self, link: _Link) -> None:
+        self._poller.watch(link.peer)
+        if link.peer.handshakes is not None:
+            self._poller.watch(link.peer.handshakes)
+
+    def _shake_hands(self, link: _Link) -> None:
+        """Fail what waits for a connection that the service will not have."""
+        for ended in link.peer.handshakes.read() if link.peer.handshakes is not None else ():
+            link.cuts = link.cuts + 1 if ended is Handshake.CUT else 0
+            if ended is Handshake.OK:
+                link.denied = None
+            elif ended is not Handshake.CUT or (self._key is not None and link.cuts >= MAX_CUT_HANDSHAKES):
+                self._deny(link, denial(ended, link.peer.address, with_key=self._key is not None))
+
+    def _deny(self, link: _Link, error: RolloutError) -> None:
+        link.denied = error
+        if link is self._data:
+            self._fail(lambda _: error)
+            return
+        for call, control in list(self._calls.values()):
+            if control:
+                self._end(call, error)
 
     def _is_gone(self) -> bool:
         """Whether a service that is silent or stopped has no socket any more, so that nothing can be answered."""
@@ -325,6 +358,8 @@ class IoThread:
         too_large = self._too_large(pending.frames)
         if too_large is not None:
             self._end(pending, too_large)
+        elif link is not None and link.denied is not None:
+            self._end(pending, link.denied)
         elif self._is_gone():
             self._end(pending, self._no_answer(0.0))
         elif link is None:
@@ -420,9 +455,10 @@ class IoThread:
             # The lease is known only now; the heartbeat planned before may come after its end.
             self._next_heartbeat = min(self._next_heartbeat, time.monotonic() + self._heartbeat_s())
             if self._control is None:
-                self._control = _Link(self._context.dealer(body.control_address, MAX_MESSAGE_BYTES))
+                address = control_address_for(self.address, body.control_address)
+                self._control = _Link(self._context.dealer(address, MAX_MESSAGE_BYTES, key=self._key))
                 self._control.queue.extend(self._waiting_for_control)
-                self._poller.watch(self._control.peer)
+                self._watch(self._control)
             self._hello(self._control)
             if resumed:
                 self._resume_streams()
@@ -472,6 +508,8 @@ class IoThread:
         elif request_id == NO_REQUEST and body.code == ServiceStopping.code:
             # What it still answers is under way; the next look at the clock fails what stays without an answer.
             self._stopped = error
+        elif request_id == NO_REQUEST and body.code == AccessDenied.code:
+            self._deny(self._data, error)
         elif request_id == NO_REQUEST:
             log.warning("the service says: %s", error)
         else:

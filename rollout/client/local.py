@@ -25,6 +25,7 @@ import psutil
 from rollout.client.blocking import Client, connect
 from rollout.config import ServiceConfig
 from rollout.errors import HostFailed, InvalidConfig, error_from_fields
+from rollout.keys import LOCAL, KeyFolder
 from rollout.state import StateFolder
 
 STOP_WAIT_S = 10.0
@@ -67,6 +68,12 @@ class LocalService:
         self.address: str | None = None
 
     @property
+    def folder(self) -> Path:
+        """The private folder with the service's log, while it runs."""
+        assert self._folder is not None, "the service is not running"
+        return self._folder
+
+    @property
     def pid(self) -> int | None:
         """The front's process id."""
         return self._process.pid if self._process is not None else None
@@ -89,11 +96,16 @@ class LocalService:
                     start_new_session=True,
                 )
             self.address = str(self._ready()["address"])
-            self.client = connect(self.address, timeout_s=self._timeout_s)
+            self.client = connect(self.address, timeout_s=self._timeout_s, key=self._key(config))
         except BaseException:
             self.stop()
             raise
         return self.client
+
+    def _key(self, config: ServiceConfig) -> Path | None:
+        """Return the file by which its own client reaches an encrypted service."""
+        encrypted = str(self.address).startswith("tcp:") and not config.insecure
+        return KeyFolder(config.state.keys).path(LOCAL) if encrypted else None
 
     def _ready(self) -> dict[str, Any]:
         """Return the front's first line. Raises: the error that it names."""

@@ -1,4 +1,4 @@
-"""What a service holds of the machine: its folders, its lock, its two sockets, its announcement.
+"""What a service holds of the machine: its folders, its lock, its two sockets and who may use them, its announcement.
 
 Made before an engine is loaded, so that an occupied address or a wrong folder is refused at once. Invariant: whoever
 holds the lock of a local address is the only one that binds it, since binding silently takes over a socket file.
@@ -12,9 +12,11 @@ from pathlib import Path
 
 from rollout.config import ServiceConfig
 from rollout.errors import InvalidConfig, RolloutError
+from rollout.keys import KeyFolder
+from rollout.service.access import DOMAINS, Access
 from rollout.service.sessions import Channel
 from rollout.state import Announcement, FileLock, make_folder, private_folder, remove_socket_files
-from rollout.wire.security import Address, check_bind_address, parse_address
+from rollout.wire.security import Address, parse_address
 from rollout.wire.transport import Context
 
 
@@ -34,7 +36,7 @@ class BoundSockets:
     def __init__(self, config: ServiceConfig) -> None:
         if not Path(config.model).is_dir():
             raise _no_folder(config.model)
-        address = check_bind_address(str(config.address), insecure=config.insecure)
+        address = parse_address(str(config.address))
         self.state = config.state.make()
         private_folder(self.state.root / "run")
         private_folder(Path(str(config.weights_dir)), "weights_dir")
@@ -45,9 +47,10 @@ class BoundSockets:
             remove_socket_files(address)
         self.context = Context()
         try:
+            self.access = Access(self.context, address, KeyFolder(self.state.keys), insecure=config.insecure)
             self.routers = {
-                Channel.DATA: self.context.router(address.text, config.max_message_bytes),
-                Channel.CONTROL: self.context.router(address.control, config.max_message_bytes),
+                channel: self.context.router(text, config.max_message_bytes, domain=DOMAINS[channel], keys=self.access.pair)
+                for channel, text in ((Channel.DATA, address.text), (Channel.CONTROL, address.control))
             }
             # A TCP port of 0 is known only now.
             self.address: Address = parse_address(self.routers[Channel.DATA].address)
@@ -61,7 +64,14 @@ class BoundSockets:
     def announce(self, incarnation: bytes, model: str) -> None:
         """Publish the service in the state folder."""
         self.state.announce(
-            Announcement(address=self.address.text, lock=str(self.lock.path), pid=os.getpid(), incarnation=incarnation.hex(), model=model)
+            Announcement(
+                address=self.address.text,
+                lock=str(self.lock.path),
+                pid=os.getpid(),
+                incarnation=incarnation.hex(),
+                model=model,
+                server_key=None if self.access.pair is None else self.access.pair.public,
+            )
         )
 
     def close(self) -> None:

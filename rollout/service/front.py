@@ -30,6 +30,7 @@ import xxhash
 
 from rollout.config import ServiceConfig
 from rollout.errors import (
+    AccessDenied,
     HostFailed,
     NoSession,
     RolloutError,
@@ -57,6 +58,7 @@ from rollout.service.supervisor import OnEvent, Supervisor
 from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
+from rollout.wire.gate import principal_of
 from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score
 from rollout.wire.security import new_token
 from rollout.wire.transport import Incoming, Poller, Router
@@ -83,7 +85,8 @@ class Front:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         routers = self._sockets.routers
-        self._poller = Poller([*routers.values(), self._wake_in.fileno()])
+        self._access = self._sockets.access
+        self._poller = Poller([*routers.values(), self._access.doorway, self._wake_in.fileno()])
         self._metrics = FrontMetrics()
         self._sessions = SessionBook(config.lease_s)
         self._outbound = Outbound(routers, self._sessions, self._metrics)
@@ -91,7 +94,7 @@ class Front:
         self._streams = Streams(
             self._ledger, self._sessions, self._outbound.flush, interval_s=config.flush_interval_s, credit_bytes=config.credit_bytes
         )
-        self._link = HostLink(config, self._sockets.context, self._poller)
+        self._link = HostLink(config, self._sockets.context, self._poller, self._access)
         self._calls = Calls(self._link, self._outbound.reply)
         self._admission = Admission(self._refusal)
         files = read_tokenizer_files(Path(config.model))
@@ -210,6 +213,7 @@ class Front:
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
+            self._access.doorway.serve()
             self._drain_clients(now)
             self._supervisor.drain()
             self._sessions.extend_all(clock.stood_still(time.monotonic(), 0.0))
@@ -222,12 +226,32 @@ class Front:
             self._metrics.lapsed_leases += 1
             log.info("lease of %s ended", session.label)
             self._end_session(session, "the client's lease ended")
-        times = [self._requests.expire(now), self._sessions.next_expiry(), self._control.advance(now), self._streams.flush(now)]
+        times = [
+            self._end_denied(now),
+            self._requests.expire(now),
+            self._sessions.next_expiry(),
+            self._control.advance(now),
+            self._streams.flush(now),
+        ]
         self._link.send_queued()
         if self._outbound.send_waiting():
             times.append(now + RETRY_S)
         known = [one for one in times if one is not None]
         return max(0.0, min(known) - now) if known else None
+
+    def _end_denied(self, now: float) -> float | None:
+        """End the sessions of keys that were taken away; return when to look again."""
+        changed, again = self._access.advance(now, needed=bool(len(self._sessions)))
+        for session in self._sessions.all() if changed else ():
+            try:
+                for channel in (Channel.DATA, *session.routes):
+                    self._access.check(session.principal, channel)
+            except AccessDenied as error:
+                log.info("the key of %s was taken away", session.label)
+                for channel, route in session.routes.items():
+                    self._outbound.send(channel, route, encode(Op.ERROR, NO_REQUEST, error_fields(error)))
+                self._end_session(session, "the client's key was taken away")
+        return again
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -292,9 +316,9 @@ class Front:
             generation = channel is Channel.DATA and header.op in GENERATIONS and header.version == PROTOCOL_VERSION
             packet = decode(incoming.frames, DATA_REQUESTS if channel is Channel.DATA else CONTROL_REQUESTS)
             if packet.op is Op.HELLO:
-                self._hello(channel, incoming.route, packet, now)
+                self._hello(channel, incoming, packet, now)
                 return
-            session = self._sessions.heard(channel, incoming.route, now)
+            session = self._sessions.heard(channel, incoming.route, now, incoming.user)
             if packet.op in GENERATIONS:
                 generation = False
                 self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
@@ -311,11 +335,12 @@ class Front:
             log.exception("a message could not be handled")
             self._outbound.send(channel, incoming.route, encode(Op.ERROR, request_id, error_fields(error)))
 
-    def _hello(self, channel: Channel, route: bytes, packet: Packet, now: float) -> None:
-        body = packet.body
+    def _hello(self, channel: Channel, incoming: Incoming, packet: Packet, now: float) -> None:
+        body, route, user = packet.body, incoming.route, incoming.user
         assert isinstance(body, Hello)
+        self._access.check(principal_of(user), channel)
         if body.session is not None and body.secret is not None:
-            session = self._sessions.resume(body.session, body.secret, channel, route, now)
+            session = self._sessions.resume(body.session, body.secret, channel, route, now, user)
             if session is None:
                 raise ServerRestarted(
                     "the session is not known here", limit="it ended, or the service was started again", remedy="open a new one"
@@ -325,7 +350,7 @@ class Front:
         elif channel is Channel.CONTROL:
             raise NoSession("a session is opened on the data socket", remedy="say HELLO there, then here with session and secret")
         else:
-            session = self._sessions.open(body.name, channel, route, now)
+            session = self._sessions.open(body.name, channel, route, now, user)
         fields = {
             "incarnation": self._incarnation,
             "session": session.session_id,
@@ -392,6 +417,7 @@ class Front:
             "held_for_update": self._admission.held,
             "asleep": self._admission.asleep or "",
             "open_calls": len(self._calls),
+            "refused_connections": self._access.refused,
         }
 
 

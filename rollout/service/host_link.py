@@ -1,7 +1,8 @@
 """One engine host as the front sees it: a child process, a private socket, and what is queued for it.
 
 The front starts the host by argv and a JSON file, each time on a fresh socket, so that nothing of a former host can
-arrive later. The host's standard input is a pipe from the front: it ends itself when that closes.
+arrive later; the gate lets only that process take the other end. The host's standard input is a pipe from the front: it
+ends itself when that closes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from rollout.config import ServiceConfig
 from rollout.errors import RolloutError
+from rollout.service.access import Access
 from rollout.state import socket_files
 from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
 from rollout.wire.messages import HOST_REPLIES, Op
@@ -53,8 +55,9 @@ class BadMessage:
 class HostLink:
     """Owns the process and the socket of one engine host; see the module."""
 
-    def __init__(self, config: ServiceConfig, context: Context, poller: Poller, index: int = 0) -> None:
-        self._config, self._context, self._poller, self.index = config, context, poller, index
+    def __init__(self, config: ServiceConfig, context: Context, poller: Poller, access: Access, index: int = 0) -> None:
+        self._config, self._context, self._poller, self._access, self.index = config, context, poller, access, index
+        self._domain = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._peer: Peer | None = None
         self._exit_fd: int | None = None
@@ -99,13 +102,15 @@ class HostLink:
         }
         with os.fdopen(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
             json.dump(fields, file)
-        self._peer = self._context.pair_bound(endpoint, LINK_MESSAGE_BYTES)
+        self._domain = self._access.host_domain()
+        self._peer = self._context.pair_bound(endpoint, LINK_MESSAGE_BYTES, domain=self._domain)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rollout.service.engine_host", "--config", str(config_path)],
             stdin=subprocess.PIPE,
             stdout=2,
             start_new_session=True,
         )
+        self._access.expect_host(self._domain, self._process.pid)
         self._exit_fd = os.pidfd_open(self._process.pid)
         self._poller.watch(self._peer)
         self._poller.watch(self._exit_fd)
@@ -160,6 +165,7 @@ class HostLink:
 
     def clear(self) -> None:
         """Release everything of an ended host."""
+        self._access.forget_host(self._domain)
         if self._peer is not None:
             self._poller.forget(self._peer)
             self._peer.close()
@@ -186,6 +192,7 @@ class HostLink:
         deadline = time.monotonic() + grace_s
         assert self._exit_fd is not None, "a process that was started has its descriptor"
         while self._process.poll() is None and time.monotonic() < deadline:
+            self._access.doorway.serve()
             self.send_queued()
             select.select([self._exit_fd], [], [], 0.05)
         if self._process.poll() is None:

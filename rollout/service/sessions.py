@@ -1,7 +1,9 @@
 """Clients as the front knows them: sessions with a secret, their connections, and the lease that keeps them.
 
-A session is opened by HELLO and continued by a HELLO that shows its secret; the connection's routing id is bound to it
-from then on. Any message of a bound connection renews the lease. Invariant: a route belongs to at most one session.
+A session is opened by HELLO and continued by a HELLO that shows its secret and comes from the same principal (key or user, by
+the gate's word). The connection's routing id is bound to it from then on, together with the gate's name of that one connection,
+so that another one under the same routing id is a stranger. Any message of a bound connection renews the lease.
+Invariant: a route belongs to at most one session.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollout.errors import NoSession
+from rollout.errors import AccessDenied, NoSession
+from rollout.wire.gate import principal_of
 from rollout.wire.security import new_token, same_secret
+
+MAX_SHOWN_NAME = 64
 
 
 class Channel(enum.Enum):
@@ -23,14 +28,19 @@ class Channel(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client. `unacked` lists (sequence number, bytes) of flushes under way; `stalled` that a send found no room."""
+    """One client. `principal` is whom the gate let in, `users` the gate's name of each route's connection.
+
+    `unacked` lists (sequence number, bytes) of flushes under way; `stalled` that a send found no room.
+    """
 
     number: int
     session_id: bytes
     secret: bytes
     name: str
     expires_at: float
+    principal: str = ""
     routes: dict[Channel, bytes] = field(default_factory=dict)
+    users: dict[Channel, str] = field(default_factory=dict)
     flush_seq: int = 0
     unacked: deque[tuple[int, int]] = field(default_factory=deque)
     unacked_bytes: int = 0
@@ -75,39 +85,61 @@ class SessionBook:
         """Return the session with this number, or None."""
         return self._by_number.get(number)
 
-    def open(self, name: str, channel: Channel, route: bytes, now: float) -> Session:
-        """Make a session for a new client."""
-        session = Session(number=self._next, session_id=new_token(), secret=new_token(), name=name, expires_at=now + self.lease_s)
+    def open(self, name: str, channel: Channel, route: bytes, now: float, user: str = "") -> Session:
+        """Make a session for a new client; `user` is what the gate called the connection."""
+        # Names go into logs and to other clients: nothing in them may pass for something else.
+        shown = "".join(one if one.isprintable() else "?" for one in name[:MAX_SHOWN_NAME])
+        session = Session(
+            number=self._next,
+            session_id=new_token(),
+            secret=new_token(),
+            name=shown,
+            expires_at=now + self.lease_s,
+            principal=principal_of(user),
+        )
         self._next += 1
         self._by_id[session.session_id] = session
         self._by_number[session.number] = session
-        self._bind(session, channel, route)
+        self._bind(session, channel, route, user)
         return session
 
-    def resume(self, session_id: bytes, secret: bytes, channel: Channel, route: bytes, now: float) -> Session | None:
-        """Bind a new connection to a session; None if the session is not known here. Raises: NoSession for a wrong secret."""
+    def resume(self, session_id: bytes, secret: bytes, channel: Channel, route: bytes, now: float, user: str = "") -> Session | None:
+        """Bind a new connection to a session; None if the session is not known here.
+
+        Raises: NoSession for a wrong secret, AccessDenied for another principal than the one that opened it.
+        """
         session = self._by_id.get(session_id)
         if session is None:
             return None
         if not same_secret(session.secret, secret):
             raise NoSession("the session's secret is wrong", field="secret", remedy="open a session of your own with HELLO")
+        if session.principal != principal_of(user):
+            raise AccessDenied(
+                "the session belongs to another key",
+                field="session",
+                remedy="continue it with the key that opened it, or open one of your own",
+            )
         former = session.routes.get(channel)
         if former is not None and former != route:
             self._by_route.pop((channel, former), None)
-        self._bind(session, channel, route)
+        self._bind(session, channel, route, user)
         session.expires_at = now + self.lease_s
         return session
 
-    def _bind(self, session: Session, channel: Channel, route: bytes) -> None:
+    def _bind(self, session: Session, channel: Channel, route: bytes, user: str) -> None:
         former = self._by_route.get((channel, route))
         if former is not None and former is not session:
             former.routes.pop(channel, None)
-        session.routes[channel] = route
+        session.routes[channel], session.users[channel] = route, user
         self._by_route[(channel, route)] = session
 
-    def heard(self, channel: Channel, route: bytes, now: float) -> Session:
+    def heard(self, channel: Channel, route: bytes, now: float, user: str = "") -> Session:
         """Return a connection's session and renew its lease. Raises: NoSession."""
         session = self._by_route.get((channel, route))
+        if session is not None and session.users[channel] != user:
+            # The bound connection is gone, and another one has its routing id: nothing may go there any more.
+            self.unbind(session, channel)
+            session = None
         if session is None:
             raise NoSession("this connection has no session", remedy="say HELLO first, with session and secret to continue one")
         session.expires_at = now + self.lease_s
@@ -116,6 +148,7 @@ class SessionBook:
     def unbind(self, session: Session, channel: Channel) -> None:
         """Forget a connection that the socket says is gone; the lease runs on."""
         route = session.routes.pop(channel, None)
+        session.users.pop(channel, None)
         if route is not None:
             self._by_route.pop((channel, route), None)
 

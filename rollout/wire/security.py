@@ -1,7 +1,7 @@
-"""Session secrets and the rule about which addresses a service may bind.
+"""Session secrets, and addresses: their forms and who reaches them.
 
-The front makes one 128-bit secret for each session; whoever continues a session must show it. Until connections
-are encrypted, only local sockets are bound: `ipc://`, and loopback TCP when the operator says `--insecure`.
+The front makes one 128-bit secret for each session; whoever continues a session must show it. Local sockets (`ipc://`) are
+guarded by the file system; TCP is encrypted (see `curve` and `gate`) unless the operator says `--insecure`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import warnings
 from dataclasses import dataclass
 
-from rollout.errors import InsecureAddress, InvalidConfig
+from rollout.errors import InvalidConfig
 
 SECRET_BYTES = 16
 # sockaddr_un.sun_path holds 108 bytes with the terminating zero.
@@ -66,13 +66,14 @@ def parse_address(text: str) -> Address:
         return Address(text=text, scheme="ipc", path=rest)
     if separator and scheme == "tcp":
         host, colon, port = rest.rpartition(":")
-        if colon and host and port.isdigit() and int(port) < 65535:
+        plain = ":" not in host or (host.startswith("[") and host.endswith("]"))
+        if colon and host and plain and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65535:
             return Address(text=text, scheme="tcp", host=host, port=int(port))
     raise InvalidConfig(
         f"address {text!r} is not understood",
         field="address",
         value=text,
-        limit="known forms: ipc:///absolute/path, tcp://host:port",
+        limit="known forms: ipc:///absolute/path, tcp://host:port, tcp://[IPv6]:port",
         remedy="leave address out to use the local socket in the state folder",
     )
 
@@ -83,30 +84,31 @@ def missing_socket(text: str) -> str | None:
     return path if path and not os.path.exists(path) else None
 
 
-def check_bind_address(text: str, *, insecure: bool) -> Address:
-    """Return the parsed address if a service may bind it. Raises: InsecureAddress, InvalidConfig. Warns on clear TCP."""
-    address = parse_address(text)
-    if address.scheme == "ipc":
-        return address
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches a host."""
     try:
-        loopback = ipaddress.ip_address(address.host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        loopback = address.host == "localhost"
-    if not loopback:
-        raise InsecureAddress(
-            f"address {text!r} is reachable from the network",
-            field="address",
-            value=text,
-            limit="connections are not encrypted, so only local ones are taken",
-            remedy="use ipc://, or tcp://127.0.0.1:PORT with insecure=True (--insecure) behind an ssh tunnel",
-        )
-    if not insecure:
-        raise InsecureAddress(
-            f"address {text!r} is TCP without encryption",
-            field="address",
-            value=text,
-            limit="every local user could read and send on it",
-            remedy="use ipc://, or accept the risk with insecure=True (--insecure)",
-        )
-    warnings.warn(f"{text} is TCP without encryption: every user of this machine can use the service", stacklevel=2)
-    return address
+        return host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Tell whether a host stands for every interface."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def warn_of_clear_tcp(address: Address) -> None:
+    """Warn the operator who chose TCP without encryption, of what that means."""
+    who = "every user of this machine" if is_loopback(address.host) else "every machine that reaches it"
+    warnings.warn(f"{address.text} is TCP without encryption: {who} can read, use and stop the service", stacklevel=3)
+
+
+def control_address_for(address: str, announced: str) -> str:
+    """Return where a client that reached `address` finds the control socket; a wildcard is replaced by the host it used itself."""
+    control, own = parse_address(announced), parse_address(address)
+    if control.scheme == "tcp" and own.scheme == "tcp" and is_wildcard(control.host):
+        return f"tcp://{own.host}:{control.port}"
+    return announced

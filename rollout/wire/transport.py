@@ -1,6 +1,7 @@
 """Sockets: their settings, and the calls the rest of the package uses instead of zmq's own.
 
-One thread owns each socket. Receiving is poll, then a receive that cannot block, so no time-out can drop a message
+A bound socket with a domain takes only connections that the gate lets in (`Doorway` carries its answers). One thread owns each
+socket. Receiving is poll, then a receive that cannot block, so no time-out can drop a message
 that was already taken. Sending never blocks and says what happened; frames are copied, so a caller may write its
 buffers again at once. A peer that is gone or full is reported, never skipped silently.
 """
@@ -14,9 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from rollout.errors import AddressInUse, ServerUnavailable
 from rollout.wire.codec import MAX_FRAMES, Frame
+from rollout.wire.curve import ClientKey, KeyPair
+from rollout.wire.gate import Gate
 
 QUEUE_MESSAGES = 1000
 LINGER_MS = 500
@@ -24,6 +28,15 @@ HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
+HANDSHAKE_MS = 10_000
+# Where libzmq looks for whom to ask about connections; one for each context.
+GATE_ENDPOINT = "inproc://zeromq.zap.01"
+MAX_GATE_MESSAGE_BYTES = 4096
+_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "mismatch",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "cut",
+}
 
 
 class Sent(enum.Enum):
@@ -36,11 +49,24 @@ class Sent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it had too many frames."""
+    """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it had too many frames.
+
+    `user` is what the gate called the connection, empty on a socket without one.
+    """
 
     route: bytes
     frames: list[bytes]
     whole: bool
+    user: str = ""
+
+
+class Handshake(enum.Enum):
+    """How a client's attempt to connect ended."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    MISMATCH = "mismatch"
+    CUT = "cut"
 
 
 class Context:
@@ -50,13 +76,17 @@ class Context:
         self._context = zmq.Context(io_threads=1)
         self._sockets: list[zmq.Socket[bytes]] = []
 
-    def _socket(self, kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, address: str, max_message_bytes: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        if "[" in address:
+            # Only where asked for: an IPv4 address on such a socket comes back in IPv6's form.
+            socket.setsockopt(zmq.IPV6, 1)
         self._sockets = [one for one in self._sockets if not one.closed] + [socket]
         socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if kind != zmq.PAIR:
             # A private link's other end is a watched process: while that is stopped, nothing may be taken for lost.
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
@@ -65,26 +95,46 @@ class Context:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return socket
 
-    def router(self, address: str, max_message_bytes: int) -> Router:
-        """Bind a router. Raises: AddressInUse."""
-        socket = self._socket(zmq.ROUTER, max_message_bytes)
+    def doorway(self, gate: Gate) -> Doorway:
+        """Let this gate judge the connections of every socket with a domain. Made before those are bound."""
+        socket = self._socket(zmq.REP, GATE_ENDPOINT, MAX_GATE_MESSAGE_BYTES)
+        socket.bind(GATE_ENDPOINT)
+        return Doorway(socket, gate)
+
+    def router(self, address: str, max_message_bytes: int, *, domain: bytes = b"", keys: KeyPair | None = None) -> Router:
+        """Bind a router, encrypted if it has keys. Raises: AddressInUse."""
+        socket = self._socket(zmq.ROUTER, address, max_message_bytes)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        _guard(socket, domain)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         return Router(socket, _bind(socket, address))
 
-    def dealer(self, address: str, max_message_bytes: int) -> Peer:
+    def dealer(self, address: str, max_message_bytes: int, *, key: ClientKey | None = None) -> Peer:
         """Connect to a router; nobody needs to listen yet."""
-        socket = self._socket(zmq.DEALER, max_message_bytes)
+        socket = self._socket(zmq.DEALER, address, max_message_bytes)
+        if key is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key.pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key.pair.secret.encode())
+        handshakes = None
+        if address.startswith("tcp:"):
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES))
+            self._sockets.append(monitor)
+            handshakes = Handshakes(monitor)
         socket.connect(address)
-        return Peer(socket, address)
+        return Peer(socket, address, handshakes)
 
-    def pair_bound(self, address: str, max_message_bytes: int) -> Peer:
+    def pair_bound(self, address: str, max_message_bytes: int, *, domain: bytes = b"") -> Peer:
         """Bind one end of a private link. Raises: AddressInUse."""
-        socket = self._socket(zmq.PAIR, max_message_bytes)
+        socket = self._socket(zmq.PAIR, address, max_message_bytes)
+        _guard(socket, domain)
         return Peer(socket, _bind(socket, address))
 
     def pair_connected(self, address: str, max_message_bytes: int) -> Peer:
         """Connect the other end of a private link."""
-        socket = self._socket(zmq.PAIR, max_message_bytes)
+        socket = self._socket(zmq.PAIR, address, max_message_bytes)
         socket.connect(address)
         return Peer(socket, address)
 
@@ -129,12 +179,24 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
 
+def _guard(socket: zmq.Socket[bytes], domain: bytes) -> None:
+    """Let nobody in without the gate's word."""
+    if domain:
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
 def _receive(socket: zmq.Socket[bytes], room: int) -> tuple[list[bytes], bool] | None:
     """Return the frames of the next message, or None; frames beyond `room` are read and dropped."""
     try:
         frames = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:
         return None
+    return frames, _receive_rest(socket, frames, room)
+
+
+def _receive_rest(socket: zmq.Socket[bytes], frames: list[bytes], room: int) -> bool:
+    """Add the frames of a message that was begun; False if it has more than `room`."""
     whole = True
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv()
@@ -142,7 +204,15 @@ def _receive(socket: zmq.Socket[bytes], room: int) -> tuple[list[bytes], bool] |
             frames.append(frame)
         else:
             whole = False
-    return frames, whole
+    return whole
+
+
+def _user_of(frame: zmq.Frame) -> str:
+    """Return what the gate called the connection that sent this frame."""
+    try:
+        return str(frame.get("User-Id"))
+    except (zmq.ZMQError, UnicodeDecodeError):
+        return ""
 
 
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> Sent:
@@ -165,11 +235,13 @@ class Router:
 
     def receive(self) -> Incoming | None:
         """Return the next message that is there, or None."""
-        received = _receive(self._socket, MAX_FRAMES + 1)
-        if received is None:
+        try:
+            first = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return None
-        frames, whole = received
-        return Incoming(route=frames[0], frames=frames[1:], whole=whole)
+        frames = [first.bytes]
+        whole = _receive_rest(self._socket, frames, MAX_FRAMES + 1)
+        return Incoming(route=frames[0], frames=frames[1:], whole=whole, user=_user_of(first))
 
     def send(self, route: bytes, frames: Sequence[Frame]) -> Sent:
         """Send to one peer without blocking."""
@@ -188,8 +260,8 @@ class Router:
 class Peer:
     """A socket with one other end: the client's side of a router, or a private link."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
-        self._socket, self.address = socket, address
+    def __init__(self, socket: zmq.Socket[bytes], address: str, handshakes: Handshakes | None = None) -> None:
+        self._socket, self.address, self.handshakes = socket, address, handshakes
 
     def receive(self) -> Incoming | None:
         """Return the next message that is there, or None."""
@@ -203,9 +275,41 @@ class Peer:
     def close(self) -> None:
         """Close; what is queued still goes out within the linger time."""
         self._socket.close(linger=LINGER_MS)
+        if self.handshakes is not None:
+            self.handshakes.close()
 
 
-Pollable = Router | Peer | int
+class Handshakes:
+    """Tells how the attempts of a `Peer` to connect over a network ended."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def read(self) -> list[Handshake]:
+        """Return what ended since the last call."""
+        ended: list[Handshake] = []
+        while (received := _receive(self._socket, 2)) is not None:
+            ended.append(Handshake(_FAILURES.get(zmq.Event(parse_monitor_message(received[0])["event"]), "ok")))
+        return ended
+
+    def close(self) -> None:
+        """Close."""
+        self._socket.close(linger=0)
+
+
+class Doorway:
+    """Carries libzmq's questions to the gate and its answers back; the owner of the guarded sockets polls it with them."""
+
+    def __init__(self, socket: zmq.Socket[bytes], gate: Gate) -> None:
+        self._socket, self._gate = socket, gate
+
+    def serve(self) -> None:
+        """Answer what was asked."""
+        while (received := _receive(self._socket, MAX_FRAMES)) is not None:
+            self._socket.send_multipart(self._gate.judge(received[0]))
+
+
+Pollable = Router | Peer | Doorway | Handshakes | int
 
 
 class Poller:

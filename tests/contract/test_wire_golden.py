@@ -24,6 +24,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 CODES = [
+    "access_denied",
     "address_in_use", "asleep", "bucket_refused", "busy", "canary_mismatch", "checkpoint_invalid", "client_closed", "client_unusable",
     "conflict", "digest_mismatch", "drain_timeout", "duplicate_request", "engine_failure", "forked_client", "gone", "host_failed",
     "insecure_address", "internal_error", "invalid_config", "invalid_request", "malformed", "manifest_mismatch", "needs_weights",

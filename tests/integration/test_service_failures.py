@@ -23,7 +23,6 @@ from rollout.errors import (
     AddressInUse,
     CheckpointError,
     HostFailed,
-    InsecureAddress,
     InvalidConfig,
     NoService,
     RequestFailed,
@@ -229,9 +228,7 @@ def test_an_occupied_address_is_refused_with_the_address_and_the_first_service_g
         assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
 
 
-def test_tcp_on_loopback_works_with_insecure_only(tmp_path: Path) -> None:
-    with pytest.raises(InsecureAddress, match="--insecure"):
-        fake_service(tmp_path, address="tcp://127.0.0.1:0").start()
+def test_tcp_without_keys_works_with_insecure(tmp_path: Path) -> None:
     with fake_service(tmp_path, address="tcp://127.0.0.1:0", insecure=True) as client:
         assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
         client.pause()

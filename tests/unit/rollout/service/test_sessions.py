@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.errors import NoSession
+from rollout.errors import AccessDenied, NoSession
 from rollout.service.sessions import Channel, SessionBook
 
 ROUTE, OTHER = b"\0aaaa", b"\0bbbb"
@@ -58,3 +58,25 @@ def test_a_connection_that_says_hello_again_leaves_its_former_session() -> None:
     assert first.routes == {}
     book.close(first)
     assert book.heard(Channel.DATA, ROUTE, 0.0) is second
+
+
+def test_another_connection_under_the_same_routing_id_is_a_stranger_and_unbinds_the_session() -> None:
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0, "key#1")
+    assert book.heard(Channel.DATA, ROUTE, 0.0, "key#1") is session
+    with pytest.raises(NoSession):
+        book.heard(Channel.DATA, ROUTE, 0.0, "key#2")
+    assert session.routes == {}, "nothing is sent to the stranger"
+    assert book.resume(session.session_id, session.secret, Channel.DATA, OTHER, 0.0, "key#3") is session
+
+
+def test_a_session_is_continued_by_the_principal_that_opened_it_only() -> None:
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0, "key#1")
+    with pytest.raises(AccessDenied):
+        book.resume(session.session_id, session.secret, Channel.DATA, OTHER, 0.0, "other#2")
+    assert book.heard(Channel.DATA, ROUTE, 0.0, "key#1") is session
+
+
+def test_a_name_cannot_forge_a_line_of_the_log() -> None:
+    assert SessionBook(1.0).open("a\nfront ERROR" + "b" * 300, Channel.DATA, ROUTE, 0.0).label == "a?front ERROR" + "b" * 51 + "#1"

@@ -1,34 +1,45 @@
-"""Which addresses a service may bind, and why not."""
+"""Forms of addresses, and who reaches them."""
 
 from __future__ import annotations
 
 import pytest
 
-from rollout.errors import InsecureAddress, InvalidConfig
-from rollout.wire.security import check_bind_address, new_token, parse_address
+from rollout.errors import InvalidConfig
+from rollout.wire.security import control_address_for, is_loopback, new_token, parse_address, warn_of_clear_tcp
 
 
-def test_a_local_socket_is_taken() -> None:
-    address = check_bind_address("ipc:///run/x/service", insecure=False)
+def test_an_address_names_its_control_socket() -> None:
+    address = parse_address("ipc:///run/x/service")
     assert (address.path, address.control) == ("/run/x/service", "ipc:///run/x/service.control")
-
-
-@pytest.mark.parametrize("text", ["tcp://127.0.0.1:5000", "tcp://localhost:0", "tcp://[::1]:5000"])
-def test_loopback_tcp_without_encryption_needs_insecure_and_warns(text: str) -> None:
-    with pytest.raises(InsecureAddress, match="--insecure"):
-        check_bind_address(text, insecure=False)
-    with pytest.warns(UserWarning, match="without encryption"):
-        assert check_bind_address(text, insecure=True).scheme == "tcp"
-
-
-@pytest.mark.parametrize("text", ["tcp://0.0.0.0:5000", "tcp://192.168.1.2:5000", "tcp://*:5000", "tcp://example.org:5000"])
-def test_an_address_that_the_network_reaches_is_refused_even_with_insecure(text: str) -> None:
-    with pytest.raises(InsecureAddress, match="reachable from the network"):
-        check_bind_address(text, insecure=True)
+    assert parse_address("tcp://[::1]:5000").control == "tcp://[::1]:5001"
+    assert parse_address("tcp://127.0.0.1:0").control == "tcp://127.0.0.1:0"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ipc://relative", "ipc://", "tcp://127.0.0.1", "tcp://:5", "tcp://h:65535", "tcp://h:x", "http://x", "inproc://x"]
+    ("host", "loopback"), [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False), ("*", False)]
+)
+def test_clear_tcp_is_warned_of_with_who_reaches_it(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    with pytest.warns(UserWarning, match="every user of this machine" if loopback else "every machine that reaches it"):
+        warn_of_clear_tcp(parse_address(f"tcp://{host}:5000"))
+
+
+@pytest.mark.parametrize(
+    ("used", "announced", "control"),
+    [
+        ("tcp://node7:5000", "tcp://0.0.0.0:5001", "tcp://node7:5001"),
+        ("tcp://[fe80::1]:5000", "tcp://[::]:5001", "tcp://[fe80::1]:5001"),
+        ("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5001", "tcp://10.0.0.1:5001"),
+        ("ipc:///a", "ipc:///a.control", "ipc:///a.control"),
+    ],
+)
+def test_a_client_reaches_the_control_socket_by_the_host_that_it_used(used: str, announced: str, control: str) -> None:
+    assert control_address_for(used, announced) == control
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ipc://relative", "ipc://", "tcp://127.0.0.1", "tcp://:5", "tcp://h:65535", "tcp://h:x", "http://x", "inproc://x", "tcp://::1:5"],
 )
 def test_an_address_that_is_not_understood_lists_the_known_forms(text: str) -> None:
     with pytest.raises(InvalidConfig, match="ipc:///absolute/path"):
