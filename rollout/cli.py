@@ -127,6 +127,17 @@ def serve(
         str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))
     ] = None,
     kept_ids: Annotated[bool | None, typer.Option("--kept-ids", help="Let requests ask for the ids that their filters kept.")] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share the model, one process and one device each.", show_default=option_default("tp")),
+    ] = None,
+    rank_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a rank may show no sign of life before the engine is started anew.",
+            show_default=option_default("rank_timeout_s"),
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.", show_default="drawn")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of the engine.", show_default=f"half of the usable cores: {default_threads()} here")

@@ -42,6 +42,8 @@ ENGINE_OPTIONS = (
     "result_transport",
     "weight_staging",
     "seed",
+    "tp",
+    "rank_timeout_s",
 )
 
 
@@ -94,6 +96,8 @@ class ServiceConfig:
     result_transport: str | None = None
     weight_staging: str | None = None
     seed: int | None = None
+    tp: int | None = None
+    rank_timeout_s: float | None = None
     threads: int | None = None
     lease_s: float = 30.0
     flush_interval_s: float = 0.002
@@ -130,6 +134,14 @@ class ServiceConfig:
                 raise _refuse(name, getattr(self, name), "True or False")
         if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
             raise _refuse("threads", self.threads, "an integer of 1 or more")
+        if self.keep_last is not None and (self.tp or 1) != 1:
+            raise InvalidConfig(
+                f"keep_last={self.keep_last!r} does not go with tp={self.tp}",
+                field="keep_last",
+                value=self.keep_last,
+                limit="each rank has a part of the weights, and the file takes whole ones",
+                remedy="leave keep_last out: a new engine host asks the trainer for the weights",
+            )
         if self.keep_last is not None and not Path(self.keep_last).absolute().parent.is_dir():
             raise _refuse("keep_last", self.keep_last, "a file in a folder that exists")
         if self.engine.count(":") != 1:

@@ -79,6 +79,7 @@ class FakeInfo:
     result_transport: str = "host"
     result_transport_reason: str = "a fake runs on the CPU"
     num_parameters: int = 48
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,8 @@ class _Row:
 
 class FakeEngine:
     """See the module. `tokens_per_step` is how many tokens each running row gets in one step."""
+
+    lost_fd = None
 
     def __init__(
         self,

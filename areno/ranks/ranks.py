@@ -115,7 +115,8 @@ def start_ranks(config: EngineConfig, device: torch.device, *, dedicated: bool) 
         backend="gloo" if device.type == "cpu" else "nccl",
         launches_ahead=MAX_RUN_AHEAD + 1,
         rank_timeout_s=config.rank_timeout_s,
-        threads=max(1, torch.get_num_threads() // config.tp),
+        # A process of its own has set its part of the threads; any other one has all of them.
+        threads=torch.get_num_threads() if dedicated else max(1, torch.get_num_threads() // config.tp),
         dedicated=dedicated,
     )
     return Peers(plan)

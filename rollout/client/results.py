@@ -152,7 +152,8 @@ class CancelResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the running engine is and allows; lengths in tokens. `result_transport` is host (CPU), mapped or copy, with the reason."""
+    """What the running engine is and allows; lengths in tokens. `result_transport` is host (CPU), mapped or copy, with the reason; `tp` the
+    number of processes and devices that share the model."""
 
     model_type: str
     dtype: str
@@ -172,6 +173,7 @@ class EngineFacts:
     result_transport: str
     result_transport_reason: str
     num_parameters: int
+    tp: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

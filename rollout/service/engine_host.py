@@ -105,10 +105,10 @@ def option_default(name: str) -> str:
 
 
 def load_engine(**options: Any) -> Any:
-    """Return the engine of these options; the default factory."""
+    """Return the engine of these options; the default factory. This process is there for nothing else."""
     from areno import Engine
 
-    return Engine(checked_options(options))
+    return Engine(checked_options(options), dedicated=True)
 
 
 def _factory(name: str) -> Callable[..., Any]:
@@ -175,7 +175,9 @@ class EngineHost:
 
     def __init__(self, engine: Any, peer: Peer, weights_dir: Path, last: LastWeights) -> None:
         self._engine, self._peer, self._last = engine, peer, last
-        self._poller = Poller([peer])
+        # Readable when another rank of the engine is lost: an engine without work has to notice it too.
+        self._lost_fd: int | None = engine.lost_fd
+        self._poller = Poller([peer] if self._lost_fd is None else [peer, self._lost_fd])
         self._outbox = StepOutbox(peer)
         self._intake = WeightIntake(engine, weights_dir)
         self._paused = False
@@ -210,7 +212,8 @@ class EngineHost:
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
         while not self._stopping:
             self._poller.watch(self._peer, writable=self._outbox.wants_room)
-            self._poller.wait(self._timeout_s())
+            if self._lost_fd in self._poller.wait(self._timeout_s()):
+                self._engine.check_ranks()
             self._drain()
             self._wake_when_due()
             if self._can_step():
@@ -423,7 +426,7 @@ def _serve(config: HostConfig, peer: Peer) -> int:
         if config.threads is not None and config.engine == DEFAULT_ENGINE:
             import torch
 
-            torch.set_num_threads(config.threads)
+            torch.set_num_threads(max(1, config.threads // checked_options(config.engine_arguments).tp))
         engine = _factory(config.engine)(**config.engine_arguments)
         # What is loaded now stays: no collection has to go through it, neither while it is made nor later.
         gc.freeze()

@@ -242,6 +242,7 @@ class EngineFacts(Message):
     result_transport: Name
     result_transport_reason: Text
     num_parameters: Count
+    tp: Count
 
 
 class InfoResult(Message):

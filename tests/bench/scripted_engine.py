@@ -260,6 +260,8 @@ class ScriptedExecutor:
 class ScriptedEngine:
     """See the module. `stamped` puts the time of making into each raw log-probability; weights are those of a `FakeEngine`."""
 
+    lost_fd = None
+
     def __init__(
         self,
         *,

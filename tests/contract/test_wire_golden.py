@@ -86,6 +86,22 @@ def test_a_hello_has_these_bytes() -> None:
     ]
 
 
+def test_what_an_engine_is_has_these_bytes() -> None:
+    sizes = {"vocab_size": 9, "num_valid_ids": 8, "eos_ids": [2], "max_model_len": 7, "page_size": 6, "num_pages": 5, "pool_tokens": 31}
+    ways = {"max_rows": 4, "sampling_slots": 3, "kept_ids": False, "run_ahead": 1, "decode_tables": "resident"}
+    results = {"result_transport": "host", "result_transport_reason": "r", "num_parameters": 300, "tp": 2}
+    facts = {"model_type": "m", "dtype": "float32", "device": "cpu", **sizes, **ways, **results}
+    frames = encode(Op.HOST_READY, bytes(16), {"engine": facts, "version": 1})
+    assert _hex(frames) == [
+        "01005000" + "00" * 16,
+        "9282a6656e67696e65de0013aa6d6f64656c5f74797065a16da56474797065a7666c6f61743332a6646576696365a3637075aa766f6361625f73697a6509"
+        "ad6e756d5f76616c69645f69647308a7656f735f6964739102ad6d61785f6d6f64656c5f6c656e07a9706167655f73697a6506a96e756d5f706167657305"
+        "ab706f6f6c5f746f6b656e731fa86d61785f726f777304ae73616d706c696e675f736c6f747303a86b6570745f696473c2a972756e5f616865616401"
+        "ad6465636f64655f7461626c6573a87265736964656e74b0726573756c745f7472616e73706f7274a4686f7374b7726573756c745f7472616e73706f7274"
+        "5f726561736f6ea172ae6e756d5f706172616d6574657273cd012ca2747002a776657273696f6e0190",
+    ]
+
+
 def test_a_generation_has_these_bytes() -> None:
     fields = {"max_new_tokens": 4, "temperature": 0.5}
     frames = encode(Op.GENERATE, REQUEST_ID, fields, {"prompt_ids": np.array([1, 258], np.int32)})
