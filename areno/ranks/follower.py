@@ -126,14 +126,14 @@ class Follower:
             reader.executed(message)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, kind: type[Follower] = Follower) -> int:
     """Run a follower; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m areno.ranks.follower", description="A rank of a tensor-parallel engine.")
     parser.add_argument("--config", required=True, help="JSON file written by rank 0")
     plan = RankPlan.from_json(Path(parser.parse_args(arguments).config).read_text())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return Follower(plan).run()
+    return kind(plan).run()
 
 
 if __name__ == "__main__":

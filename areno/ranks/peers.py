@@ -20,14 +20,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from areno.device_errors import device_failure
 from areno.errors import ArenoError, EngineFailure
-from areno.parallel import TPGroup
 from areno.ranks import operations as ops
 from areno.ranks.answers import Answer, get_answer, get_state, has_answered
 from areno.ranks.identity import checkpoint_identity, code_identity
@@ -37,30 +34,34 @@ from areno.ranks.segment import BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
 from areno.ranks.state_check import compare_states
 from areno.ranks.watch import RankWatch, WatchLimits
 
+if TYPE_CHECKING:
+    import torch
+
+    from areno.parallel import TPGroup
+
+FOLLOWER = "areno.ranks.follower"
 MEET_S = 120.0
-STALLS = 10
-"""A rank may stay at one entry of the log for this many times `rank_timeout_s`: kernels compile in some."""
 _LOST_IS_SEEN_S = 5.0
 _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersPlan:
-    """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`."""
+    """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
+
+    `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. `module` is what follows.
+    """
 
     model: Path
     devices: tuple[str, ...]
     backend: str
     launches_ahead: int
     rank_timeout_s: float
+    stall_s: float
     threads: int
     dedicated: bool = False
     sizes: SegmentSizes | None = None
-
-    @property
-    def stall_s(self) -> float:
-        """How long a collective, or any one entry of the log, may take."""
-        return STALLS * self.rank_timeout_s
+    module: str = FOLLOWER
 
 
 class Peers:
@@ -131,7 +132,7 @@ class Peers:
         # The same package as here, wherever the caller found it.
         searched = [code["path"].removesuffix("/areno"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
-            [sys.executable, "-m", "areno.ranks.follower", "--config", str(path)],
+            [sys.executable, "-m", plan.module, "--config", str(path)],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=(self._segment.fd, self._events[rank]),
@@ -145,21 +146,30 @@ class Peers:
 
     def meet(self) -> TPGroup:
         """Wait for every rank to be ready, and return the group that they are in. Blocks. Raises: what a rank refuses, EngineFailure."""
-        deadline = time.monotonic() + max(MEET_S, self._plan.rank_timeout_s)
-
-        def ready() -> bool:
-            if time.monotonic() > deadline:
-                raise EngineFailure(f"the ranks did not start within {MEET_S:g} s", field="tp", remedy="see their log, then start again")
-            return all(self._segment.own(rank, Own.PHASE) >= Phase.CONNECTING for rank in self._events)
-
-        self._writer.wait(ready)
+        self.wait_for(Phase.CONNECTING)
         with self.together():
             self._group = self._connect()
-        self._writer.wait(lambda: all(self._segment.own(rank, Own.PHASE) >= Phase.RUNNING for rank in self._events))
+        self.wait_for(Phase.RUNNING)
         shutil.rmtree(self._folder, ignore_errors=True)
         return self._group
 
+    def wait_for(self, phase: Phase) -> None:
+        """Wait until every rank is at least so far. Blocks. Raises: what a rank refuses, EngineFailure."""
+        deadline = time.monotonic() + max(MEET_S, self._plan.rank_timeout_s)
+
+        def reached() -> bool:
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"the ranks did not start within {MEET_S:g} s", field="tp", remedy="see their log, then start again")
+            # A rank that has failed is told by the watch.
+            return all(phase <= self._segment.own(rank, Own.PHASE) <= Phase.RUNNING for rank in self._events)
+
+        self._writer.wait(reached)
+
     def _connect(self) -> TPGroup:
+        import torch
+
+        from areno.parallel import TPGroup
+
         plan, device = self._plan, torch.device(self._plan.devices[0])
         if plan.backend == "none":
             return TPGroup.single(device)
@@ -214,6 +224,8 @@ class Peers:
 
     def stage(self, name: str, tensor: torch.Tensor, *, start: int, shape: tuple[int, ...], whole: bool) -> None:
         """Pass elements `start` and on of a tensor of `shape`, flat, through the bulk slots. Blocks: for ranks that are behind."""
+        import torch
+
         flat = tensor.detach().reshape(-1)
         room = self._segment.sizes.bulk_bytes // flat.element_size()
         for begin in range(0, max(flat.numel(), 1), room):
@@ -296,6 +308,8 @@ class Peers:
 
 
 def _failure_of(error: RuntimeError) -> EngineFailure:
+    from areno.device_errors import device_failure
+
     if isinstance(error, EngineFailure):
         return error
     what = str(error).splitlines()[0] if str(error) else type(error).__name__

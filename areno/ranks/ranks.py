@@ -22,6 +22,9 @@ from areno.ranks import operations as ops
 from areno.ranks.peers import Peers, PeersPlan
 from areno.weights.names import TensorSpec
 
+STALLS = 10
+"""A rank may stay at one entry of the log for this many times `rank_timeout_s`."""
+
 
 class Ranks(Protocol):
     """What the engine needs of its other ranks; see `Peers` for what each method means."""
@@ -115,6 +118,7 @@ def start_ranks(config: EngineConfig, device: torch.device, *, dedicated: bool) 
         backend="gloo" if device.type == "cpu" else "nccl",
         launches_ahead=MAX_RUN_AHEAD + 1,
         rank_timeout_s=config.rank_timeout_s,
+        stall_s=STALLS * config.rank_timeout_s,
         # A process of its own has set its part of the threads; any other one has all of them.
         threads=torch.get_num_threads() if dedicated else max(1, torch.get_num_threads() // config.tp),
         dedicated=dedicated,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areno.decode.path import DecodePath
 from areno.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from areno.decode.path import DecodePath
 
 FIELDS = ("alive", "length", "generation", "last_token", "page table")
 CHECK_LAUNCHES = 256

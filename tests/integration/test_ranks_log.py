@@ -47,6 +47,7 @@ def replicated(folder: Path, size: int, **options: Any) -> Engine:
         backend="none",
         launches_ahead=MAX_RUN_AHEAD + 1,
         rank_timeout_s=20.0,
+        stall_s=60.0,
         threads=1,
         # Small, so that prompts and tensors take many records and pieces.
         sizes=SegmentSizes(world=size, num_records=8, bulk_bytes=4096),

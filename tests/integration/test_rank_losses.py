@@ -1,0 +1,225 @@
+"""kill -9 and SIGSTOP of each rank in each phase: a typed error that names it, in bounded time, and no process left behind.
+
+The processes, the shared memory and the signals are real; the ranks compute nothing, so that each case takes a second. What a real
+engine does with such an error: `test_service_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from areno.errors import CheckpointError, EngineFailure, InvalidConfig
+from areno.ranks import operations as ops
+from areno.ranks.identity import checkpoint_identity, code_identity
+from areno.ranks.peers import Peers
+from areno.ranks.ranks import rank_devices
+from areno.ranks.segment import Own, Phase
+from tests.integration.quick_rank import BREAK, HANG
+from tests.integration.rank_phases import PHASES, TIMEOUT_S, quick_plan
+
+SIGNALS = {signal.SIGKILL: "was killed by SIGKILL", signal.SIGSTOP: "has shown no sign of life"}
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that stands for a checkpoint."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Peers]]:
+    made: list[Peers] = []
+
+    def begin(**options: Any) -> Peers:
+        made.append(Peers(quick_plan(folder, **options)))
+        return made[-1]
+
+    yield begin
+    for peers in made:
+        peers.close()
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Mark cases that wait for a time-out and differ little from others."""
+    return [pytest.param(*case, marks=pytest.mark.long) for case in cases]
+
+
+KILLED = [("start-up", 1, 2), ("start-up", 2, 3), ("decode", 1, 3), *((phase, 1, 2) for phase in PHASES), ("decode", 2, 3)]
+STOPPED = [("start-up", 1, 2), ("decode", 1, 3), ("update", 1, 2), ("idle", 1, 2)]
+SLOW = slow(*((phase, rank, 3) for phase in ["start-up", *PHASES] for rank in (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("how", "phase", "rank", "size"),
+    [
+        *((signal.SIGKILL, *case) for case in KILLED),
+        *((signal.SIGSTOP, *case) for case in STOPPED),
+        *(pytest.param(how, *case.values, marks=case.marks) for how in SIGNALS for case in SLOW),
+    ],
+)
+def test_a_lost_rank_ends_the_others_and_is_named(
+    start: Callable[..., Peers], how: signal.Signals, phase: str, rank: int, size: int
+) -> None:
+    peers = start(size=size)
+    pids = peers.pids
+    if phase == "start-up":
+        wait_until(lambda: peers._segment.own(rank, Own.PHASE) == Phase.ATTACHED, 10.0)
+        os.kill(pids[rank], how)
+    else:
+        peers.meet()
+        if phase != "idle":
+            PHASES[phase](peers)
+        os.kill(pids[rank], how)
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match=rf"rank {rank} \(pid {pids[rank]}\) {SIGNALS[how]}") as failed:
+        if phase == "start-up":
+            peers.meet()
+        while True:
+            PHASES[phase](peers)
+    assert time.monotonic() - started < (1.0 if how == signal.SIGKILL else TIMEOUT_S + 1.5)
+    assert failed.value.field == "tp" and failed.value.value == rank and "start it again" in str(failed.value.remedy)
+    with pytest.raises(EngineFailure) as again:
+        peers.tell(ops.SettleSlices())
+    assert again.value is failed.value, "every later call says the same"
+    peers.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values()), "all are reaped"
+    assert not peers._folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "phase"),
+    [
+        (signal.SIGKILL, "dedicated", "start-up"),
+        (signal.SIGKILL, "dedicated", "decode"),
+        (signal.SIGSTOP, "dedicated", "decode"),
+        (signal.SIGSTOP, "shared", "decode"),
+        *slow(*((signal.SIGKILL, "dedicated", phase) for phase in ("prefill", "commit", "sleep", "idle"))),
+        *slow(*((signal.SIGSTOP, mode, phase) for mode in ("dedicated", "shared") for phase in ("start-up", "prefill", "commit", "idle"))),
+    ],
+)
+def test_a_lost_rank_0_leaves_no_other_rank(folder: Path, how: signal.Signals, mode: str, phase: str) -> None:
+    command = [sys.executable, "-m", "tests.integration.rank_zero", str(folder), mode, phase]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as zero:
+        assert zero.stdout is not None
+        pids = [int(pid) for pid in json.loads(zero.stdout.readline()).values()]
+        time.sleep(0.1)
+        zero.send_signal(how)
+        wait_until(lambda: not any(alive(pid) for pid in pids), 2.0 if how == signal.SIGKILL else TIMEOUT_S + 3.0)
+        if how == signal.SIGSTOP and mode == "shared":
+            # Nobody ends a process that may be a person's notebook; what it finds when it goes on is an error.
+            assert zero.poll() is None
+            zero.send_signal(signal.SIGCONT)
+            if phase == "start-up":
+                zero.kill()
+            else:
+                assert "rank" in zero.stdout.readline()
+        said = zero.communicate(timeout=10.0)[1]
+        assert zero.returncode == (0 if mode == "shared" and phase != "start-up" else -signal.SIGKILL)
+    assert "ends: rank 0 has ended" in said if how == signal.SIGKILL else "rank 0 has shown no sign of life" in said
+
+
+def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry(start: Callable[..., Peers]) -> None:
+    peers = start(stall_s=1.0)
+    peers.meet()
+    with pytest.raises(EngineFailure, match=r"rank 1 \(pid \d+\) hangs in entry 2 of 2 of the log; it got no further in 1 s"):
+        peers.tell(ops.SettleSlices())
+        peers.expect(peers.tell(ops.PublishUpdate(version=HANG)))
+
+
+def test_a_rank_that_breaks_leaves_its_reason(start: Callable[..., Peers]) -> None:
+    peers = start()
+    peers.meet()
+    with pytest.raises(EngineFailure, match=r"ended with status 4; ValueError: it breaks as told"):
+        peers.expect(peers.tell(ops.PublishUpdate(version=BREAK)))
+
+
+def test_ranks_that_run_on_are_blamed_for_nothing_and_end_with_close(start: Callable[..., Peers]) -> None:
+    peers = start()
+    pids = peers.pids
+    peers.meet()
+    for _ in range(5):
+        for phase in PHASES.keys() - {"idle"}:
+            PHASES[phase](peers)
+        peers.begin_check(lambda: np.zeros((5, 4), np.int64))
+        peers.compare(wait=True)
+    time.sleep(2 * TIMEOUT_S)
+    peers.check()
+    peers.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    with pytest.raises(EngineFailure, match="the engine is closed"):
+        peers.tell(ops.SettleSlices())
+
+
+def test_ranks_that_nobody_closes_end_with_their_owner(folder: Path) -> None:
+    script = (
+        "import sys, json\n"
+        "from pathlib import Path\n"
+        "from areno.ranks.peers import Peers\n"
+        "from tests.integration.rank_phases import quick_plan\n"
+        "peers = Peers(quick_plan(Path(sys.argv[1])))\n"
+        "print(json.dumps(peers.pids))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=30, check=True)
+    assert not any(alive(int(pid)) for pid in json.loads(done.stdout).values())
+
+
+def test_a_rank_with_other_code_or_another_checkpoint_is_refused_by_name(
+    start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = code_identity()
+    with monkeypatch.context() as patch:
+        patch.setattr("areno.ranks.peers.code_identity", lambda: {**mine, "torch": "1.0"})
+        with pytest.raises(EngineFailure, match=r"rank \d runs another version of torch: .* rank 0 runs 1.0.*from one installation"):
+            start().meet()
+        patch.setattr("areno.ranks.peers.code_identity", lambda: {**mine, "areno": "0" * 32})
+        with pytest.raises(EngineFailure, match="runs another version of areno"):
+            start().meet()
+    monkeypatch.setattr("areno.ranks.peers.checkpoint_identity", lambda folder: "0" * 32)
+    with pytest.raises(CheckpointError, match=r"rank \d sees another checkpoint .* than rank 0"):
+        start().meet()
+
+
+def test_a_checkpoint_is_known_by_config_headers_and_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 10)
+    first = checkpoint_identity(tmp_path)
+    assert checkpoint_identity(tmp_path) == first
+    (tmp_path / "config.json").write_text("{ }")
+    assert checkpoint_identity(tmp_path) != first
+
+
+def test_fewer_devices_than_ranks_are_refused_with_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert rank_devices(torch.device("cuda", 1), 2) == ("cuda:1", "cuda:2") and rank_devices(torch.device("cpu"), 2) == ("cpu", "cpu")
+    with pytest.raises(InvalidConfig, match=r"tp=4 needs as many devices; 3 CUDA devices are there; use tp=3 or less"):
+        rank_devices(torch.device("cuda", 0), 4)
+    with pytest.raises(
+        InvalidConfig, match=r"3 CUDA devices are there, 2 of them from cuda:1 on; use tp=2 or less, or a device with a lower"
+    ):
+        rank_devices(torch.device("cuda", 1), 3)
