@@ -41,6 +41,7 @@ class EngineConfig:
     most 1 GiB (or one whole context), on a CUDA device what `gpu_memory_fraction` of its memory leaves beside weights, staged
     weights and buffers; `run_ahead` in launches in flight beside the one that is read.
     `load_format` "dummy" takes only the folder's config and makes random weights from `seed`, for benchmarks.
+    `hint_share` is how much of the pool cached prefixes of requests that are expected back (`Engine.expect_return`) may hold.
     `graphs` captures decode on a CUDA device; without it the same kernels are launched one by one. `decode_tables` picks the
     resident tables or the per-step rebuilt baseline. `result_transport` says how results leave a CUDA device: "mapped" (launches
     write host memory), "copy", or "auto", which maps where a probe at the start finds that it works. `seed` seeds the seeds of
@@ -65,6 +66,7 @@ class EngineConfig:
     sampling_slots: int = 32
     kept_ids: bool = False
     prefix_cache: bool = True
+    hint_share: float = 0.5
     compaction_steps: int = 8
     load_format: str = "auto"
     graphs: bool = True
@@ -164,6 +166,14 @@ class EngineConfig:
             patience,
             "seconds from 1 to 3600",
             "leave rank_timeout_s at 30",
+        )
+        share = self.hint_share
+        _require(
+            isinstance(share, int | float) and not isinstance(share, bool) and 0.0 <= share <= 1.0,
+            "hint_share",
+            share,
+            "a number from 0 to 1",
+            "leave hint_share at 0.5; 0 ignores hints",
         )
         for name in ("canary_tolerance", "canary_mean_tolerance"):
             value = getattr(self, name)

@@ -15,6 +15,7 @@ that every rank does the same in the same order, and a rank that is lost ends th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -527,6 +528,22 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their pages."""
         self._scheduler.clear_prefix_cache()
+
+    def expect_return(self, lineage: str, seconds: float, *, cache_salt: str | None = None, owner: str = "") -> bool:
+        """Evict the cached prefix of a lineage's newest finished request late: its next request is expected in about `seconds`.
+
+        A hint ends with that request, is gone once overdue by more than its own length, and never keeps pages from running requests.
+        `owner` may end it (`end_hints`). Return whether there is anything to keep. Raises: InvalidRequest.
+        """
+        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise InvalidRequest(
+                f"seconds={seconds!r}", field="seconds", value=seconds, limit="a positive, finite number", remedy="say how long the wait is"
+            )
+        return self._scheduler.prefix.expect(lineage, salt=cache_salt, owner=owner, seconds=float(seconds))
+
+    def end_hints(self, owner: str = "") -> None:
+        """End an owner's hints."""
+        self._scheduler.prefix.end_hints(owner)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the start and current sizes; seconds where the name ends in _s. Text only for `result_transport`."""

@@ -23,7 +23,7 @@ from areno.config import GROW_TOKENS, EngineConfig, ResolvedConfig
 from areno.decode.deltas import DeltaPacker
 from areno.decode.launch import LaneStatus, LaunchResult
 from areno.errors import DuplicateRequest
-from areno.kv.prefix import run_lengths
+from areno.kv.prefix import PrefixIndex, run_lengths
 from areno.kv.residency import PageCopy, Residency
 from areno.live import NO_ROW, LiveRequest, Phase
 from areno.readback import NOT_FINITE, LaunchNews, read_launch
@@ -219,6 +219,11 @@ class Scheduler:
             self._kill(live)
         return [ApplyDelta(slot=slot) for slot in self._packer.take()]
 
+    @property
+    def prefix(self) -> PrefixIndex:
+        """The index of cached prefixes."""
+        return self._residency.prefix
+
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._residency.prefix.clear()
@@ -234,6 +239,7 @@ class Scheduler:
             "cached_pages": cached,
             "used_pages": pool.num_pages - pool.num_free - cached,
             "free_sampling_slots": self._residency.slots.num_free,
+            **self._residency.prefix.hint_counters,
             "launches": self._launches,
             "launches_unread": self._launches - self._launches_read,
         }

@@ -108,6 +108,13 @@ def serve(
         float | None,
         typer.Option(help="Share of a CUDA device's memory that may be used.", show_default=option_default("gpu_memory_fraction")),
     ] = None,
+    hint_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the KV pool that prefixes of episodes waiting for a tool may hold; 0 ignores their hints.",
+            show_default=option_default("hint_share"),
+        ),
+    ] = None,
     result_transport: Annotated[
         str | None,
         typer.Option(

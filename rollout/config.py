@@ -36,6 +36,7 @@ ENGINE_OPTIONS = (
     "sampling_slots",
     "kept_ids",
     "prefix_cache",
+    "hint_share",
     "load_format",
     "graphs",
     "gpu_memory_fraction",
@@ -90,6 +91,7 @@ class ServiceConfig:
     sampling_slots: int | None = None
     kept_ids: bool | None = None
     prefix_cache: bool | None = None
+    hint_share: float | None = None
     load_format: str | None = None
     graphs: bool | None = None
     gpu_memory_fraction: float | None = None

@@ -148,6 +148,7 @@ class FakeEngine:
             raise ManifestMismatch(fail_at_load, remedy="this is a test")
         self.info = FakeInfo(max_rows=max_rows, kept_ids=kept_ids)
         self.version = initial_version
+        self._hints: dict[tuple[str, str | None], str] = {}
         self._limits = RequestLimits(
             vocab_size=VOCABULARY,
             num_valid_ids=VOCABULARY,
@@ -367,11 +368,26 @@ class FakeEngine:
         """Return a digest of each tensor."""
         return {name: int(tensor.view(np.uint32).astype(np.uint64).sum()) for name, tensor in self._weights.items()}
 
+    def expect_return(self, lineage: str, seconds: float, *, cache_salt: str | None = None, owner: str = "") -> bool:
+        """Remember a hint."""
+        self._hints[lineage, cache_salt] = owner
+        return True
+
+    def end_hints(self, owner: str = "") -> None:
+        """Forget an owner's hints."""
+        self._hints = {key: other for key, other in self._hints.items() if other != owner}
+
     def stats(self) -> dict[str, int | float]:
         """Return gauges; broken ones have a key that no message may have."""
         if self._broken_stats:
             return {1: 2}  # type: ignore[dict-item]
-        return {"waiting": len(self._waiting), "running": len(self._running), "steps": self._steps, "version": self.version}
+        return {
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "steps": self._steps,
+            "version": self.version,
+            "hints": len(self._hints),
+        }
 
     def check_integrity(self) -> None:
         """Assert that a fake holds nothing when idle."""

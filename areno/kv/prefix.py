@@ -4,18 +4,23 @@ Two kinds of entries hold references. *Nodes* form a trie under (weight epoch, s
 full; a node may have *tails*, pages of which only the first ids are valid, copied on a hit. Everybody may hit them, and a
 weight commit drops them all, so a stale hit cannot happen. *Chains* belong to one lineage (an episode): the pages of its
 newest finished request, reusable by that lineage alone across epochs, at most `max_kv_lag` versions old. Eviction takes
-the least recently used entry that no row uses. Host only, no torch.
+the least recently used entry that no row uses and no hint holds; when these are gone, hints end one by one, the latest expected
+return first, and what they held goes. Host only, no torch.
 
-Invariant: a page's references = rows that list it + nodes, tails and chain places that name it.
+Invariants: a page's references = rows that list it + nodes, tails and chain places that name it; an entry is either in the order
+of eviction or held by a hint.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from areno.kv.hints import ReturnHint, ReturnHints, Waiter
 from areno.kv.pool import PagePool
 
 Spans = tuple[tuple[int, int], ...]
@@ -38,14 +43,18 @@ class PrefixMatch:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class Node:
+    """One entry of the trie; `hints` counts the hints that hold it, `ends_at` names the waiters whose newest request ended here."""
+
     page: int
     ids: bytes
-    parent: _Node | None
+    parent: Node | None
     is_tail: bool = False
     tick: int = 0
-    children: dict[bytes, _Node] = field(default_factory=dict)
-    tails: dict[bytes, _Node] = field(default_factory=dict)
+    children: dict[bytes, Node] = field(default_factory=dict)
+    tails: dict[bytes, Node] = field(default_factory=dict)
+    hints: int = 0
+    ends_at: set[Waiter] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -57,19 +66,127 @@ class _Chain:
 
 
 class PrefixIndex:
-    """Entries over the pages of one pool; `enabled=False` never hits and never holds."""
+    """Entries over the pages of one pool; `enabled=False` never hits and never holds. Hints hold at most `hint_share` of the pool."""
 
-    def __init__(self, pool: PagePool, page_size: int, *, epoch: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        *,
+        epoch: int,
+        enabled: bool = True,
+        hint_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool, self._page_size, self._epoch, self._enabled = pool, page_size, epoch, enabled
-        self._roots: dict[str | None, _Node] = {}
-        self._nodes: OrderedDict[int, _Node] = OrderedDict()
-        self._chains: OrderedDict[tuple[str | None, str], _Chain] = OrderedDict()
+        self._roots: dict[str | None, Node] = {}
+        # In the order of eviction; what hints hold is apart.
+        self._nodes: OrderedDict[int, Node] = OrderedDict()
+        self._chains: OrderedDict[Waiter, _Chain] = OrderedDict()
+        self._held_nodes: dict[int, Node] = {}
+        self._held_chains: dict[Waiter, _Chain] = {}
+        self._leaves: dict[Waiter, Node] = {}
+        self._hints = ReturnHints(int(hint_share * pool.num_pages), clock)
         self._tick = 0
 
     @property
     def num_evictable(self) -> int:
         """Number of pages that only the index refers to."""
         return self._pool.num_index_only
+
+    @property
+    def hint_counters(self) -> dict[str, int]:
+        """What became of hints since the start, and how many there are and how many pages they hold."""
+        counted = {name: self._hints.counters[name] for name in ("hints", "hints_kept", "hints_decayed", "hints_dropped", "hints_ended")}
+        return {**counted, "hints_open": len(self._hints), "hinted_pages": self._hints.num_pages}
+
+    def expect(self, lineage: str, *, salt: str | None, owner: str, seconds: float) -> bool:
+        """Hold what a lineage's newest finished request left until it is back, about `seconds` from now.
+
+        Return whether there was anything to hold and the hints' share has room for it. `owner` may end it.
+        """
+        waiter = (salt, lineage)
+        self._end(self._hints.pop(waiter, "hints_ended"))
+        nodes: list[Node] = []
+        node = self._leaves.get(waiter)
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        chain = self._chains.get(waiter)
+        pages = {one.page for one in nodes} | set(chain.pages if chain is not None else ())
+        if not pages or not self._hints.has_room(pages, seconds):
+            return False
+        self._hints.add(waiter, owner, seconds, nodes, pages)
+        for one in nodes:
+            one.hints += 1
+            if one.hints == 1:
+                self._held_nodes[id(one)] = self._nodes.pop(id(one))
+        if chain is not None:
+            self._held_chains[waiter] = self._chains.pop(waiter)
+        while self._hints.over_share:
+            self._end(self._hints.pop_decayed() or self._hints.pop_latest())
+        return waiter in self._hints
+
+    def arrived(self, lineage: str, *, salt: str | None) -> None:
+        """End the hint of a lineage that is back; its next request holds the pages itself."""
+        self._end(self._hints.pop_arrived((salt, lineage)))
+
+    def end_hints(self, owner: str) -> None:
+        """End an owner's hints; what they held is the first to go."""
+        for waiter in self._hints.of_owner(owner):
+            self._end(self._hints.pop(waiter, "hints_ended"), oldest=True)
+
+    def _end(self, hint: ReturnHint | None, *, oldest: bool = False) -> None:
+        """Put what a hint held back into the order of eviction: as just used, or in front of all others."""
+        if hint is None:
+            return
+        free = []
+        # From the root on: in front of a node comes its child, which thus is older.
+        for node in reversed(hint.nodes):
+            node.hints -= 1
+            if not node.hints:
+                self._nodes[id(node)] = self._held_nodes.pop(id(node))
+                free.append(node)
+                if oldest:
+                    node.tick = 0
+                    self._nodes.move_to_end(id(node), last=False)
+        chain = self._held_chains.pop(hint.waiter, None)
+        if chain is not None:
+            self._chains[hint.waiter] = chain
+            if oldest:
+                chain.tick = 0
+                self._chains.move_to_end(hint.waiter, last=False)
+        if not oldest:
+            self._touch(free)
+            if chain is not None:
+                self._touch_chain(hint.waiter, chain)
+
+    def _end_decayed(self) -> None:
+        """Let entries of hints that count no more stand where their last use puts them."""
+        found = False
+        while (hint := self._hints.pop_decayed()) is not None:
+            ticks = [node.tick for node in hint.nodes]
+            chain = self._held_chains.get(hint.waiter)
+            chain_tick = chain.tick if chain is not None else 0
+            self._end(hint)
+            for node, tick in zip(hint.nodes, ticks):
+                node.tick = tick
+            if chain is not None:
+                chain.tick = chain_tick
+            found = True
+        if found:
+            self._nodes = OrderedDict(sorted(self._nodes.items(), key=lambda item: item[1].tick))
+            self._chains = OrderedDict(sorted(self._chains.items(), key=lambda item: item[1].tick))
+
+    def _end_latest(self, pages: int) -> bool:
+        """End hints, the latest expected return first, until they held so many pages; return whether there was one."""
+        ended: list[ReturnHint] = []
+        while pages > 0 and (hint := self._hints.pop_latest()) is not None:
+            ended.append(hint)
+            pages -= len(hint.pages)
+        for hint in reversed(ended):
+            self._end(hint, oldest=True)
+        return bool(ended)
 
     def match(self, ids: np.ndarray, *, salt: str | None, lineage: str | None, oldest_version: int, at_most: int) -> PrefixMatch:
         """Find the longest reusable prefix of a prompt and hold its pages.
@@ -85,7 +202,7 @@ class PrefixIndex:
         copied = tail_tokens
         spans: Spans = ((0, self._epoch),) if pages or tail_tokens else ()
         key = (salt, lineage or "")
-        chain = self._chains.get(key) if lineage is not None else None
+        chain = self._chain(key) if lineage is not None else None
         common = self._common(chain, ids, limit) if chain is not None else 0
         if chain is not None and common > len(pages) * self._page_size + copied and chain.versions[:common].min() >= oldest_version:
             full = common // self._page_size
@@ -101,15 +218,24 @@ class PrefixIndex:
             self._pool.hold(copy_from)
         return PrefixMatch(pages=list(pages), copy_from=copy_from, copied=copied, spans=spans)
 
-    def publish(self, ids: np.ndarray, pages: list[int], *, salt: str | None, tail_page: int | None = None, tail_tokens: int = 0) -> None:
+    def publish(
+        self,
+        ids: np.ndarray,
+        pages: list[int],
+        *,
+        salt: str | None,
+        tail_page: int | None = None,
+        tail_tokens: int = 0,
+        lineage: str | None = None,
+    ) -> None:
         """Enter full pages computed wholly under the current epoch, and the valid head of a partial one after them.
 
-        Keys that exist keep their page.
+        Keys that exist keep their page. `lineage` names whose newest finished request they are, for `expect`.
         """
         if not self._enabled or not (pages or tail_page is not None):
             return
         ids = ids.astype(np.int32)
-        parent = self._roots.setdefault(salt, _Node(_NO_PAGE, b"", None))
+        parent = self._roots.setdefault(salt, Node(_NO_PAGE, b"", None))
         path = []
         for index, page in enumerate(pages):
             text = self._text(ids, index)
@@ -125,6 +251,15 @@ class PrefixIndex:
                 parent.tails[text] = self._enter(tail_page, text, parent, is_tail=True)
             path.append(parent.tails[text])
         self._touch(path)
+        if lineage is not None and path:
+            self._leave((salt, lineage))
+            path[-1].ends_at.add((salt, lineage))
+            self._leaves[salt, lineage] = path[-1]
+
+    def _leave(self, waiter: Waiter) -> None:
+        leaf = self._leaves.pop(waiter, None)
+        if leaf is not None:
+            leaf.ends_at.discard(waiter)
 
     def remember(self, lineage: str, *, salt: str | None, ids: np.ndarray, pages: list[int], versions: np.ndarray) -> None:
         """Keep a finished request's pages for its lineage; they replace what it had. Shapes: versions [tokens with KV]."""
@@ -142,19 +277,30 @@ class PrefixIndex:
     def start_epoch(self, epoch: int) -> None:
         """Drop every shared entry; lineages keep theirs."""
         self._epoch = epoch
-        for node in self._nodes.values():
+        for node in (*self._nodes.values(), *self._held_nodes.values()):
             self._pool.release_from_index(node.page)
         self._nodes.clear()
+        self._held_nodes.clear()
+        self._leaves.clear()
         self._roots.clear()
+        self._hints.forget_nodes()
+        for waiter, chain in self._held_chains.items():
+            self._hints.rehold(waiter, chain.pages)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages by dropping least recently used entries that no row uses; return how many became free."""
+        """Free up to `count` pages by dropping entries that no row uses; return how many became free.
+
+        The least recently used go first, then what hints hold, the latest expected return first.
+        """
         freed = 0
+        self._end_decayed()
         while freed < count:
             node = self._oldest_node()
             chain_key = self._oldest_chain()
             if node is None and chain_key is None:
-                break
+                if not self._end_latest(count - freed):
+                    break
+                continue
             if chain_key is None or (node is not None and node.tick <= self._chains[chain_key].tick):
                 assert node is not None
                 freed += self._drop_node(node)
@@ -164,14 +310,21 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Drop everything."""
+        for waiter in self._hints.waiters():
+            self._end(self._hints.pop(waiter, "hints_ended"))
         self.start_epoch(self._epoch)
         for key in list(self._chains):
             self._drop_chain(key)
 
     def check_integrity(self) -> None:
         """Check the index's own counts."""
-        named: Counter[int] = Counter(node.page for node in self._nodes.values())
-        for chain in self._chains.values():
+        self._hints.check_integrity()
+        every = {**self._nodes, **self._held_nodes}
+        assert len(every) == len(self._nodes) + len(self._held_nodes), "a node is held and in the order of eviction"
+        assert all((node.hints > 0) == (key in self._held_nodes) for key, node in every.items()), "a node's hints are miscounted"
+        assert all(leaf.ends_at and id(leaf) in every for leaf in self._leaves.values()), "a lineage ends at a node that was dropped"
+        named: Counter[int] = Counter(node.page for node in every.values())
+        for chain in (*self._chains.values(), *self._held_chains.values()):
             named.update(chain.pages)
             assert len(chain.pages) == -(-chain.versions.size // self._page_size), "a chain names other pages than its tokens fill"
         held = self._pool.indexed_pages
@@ -184,13 +337,13 @@ class PrefixIndex:
             assert all(child.parent is node for child in below), "a node has another parent than the one that lists it"
             reached.update(id(child) for child in below)
             stack.extend(below)
-        assert reached == set(self._nodes), "a node cannot be reached from its root, or was dropped but is still listed"
+        assert reached == set(every), "a node cannot be reached from its root, or was dropped but is still listed"
 
     def _text(self, ids: np.ndarray, index: int) -> bytes:
         return ids[index * self._page_size : (index + 1) * self._page_size].tobytes()
 
-    def _walk(self, ids: np.ndarray, salt: str | None, limit: int) -> tuple[list[_Node], _Node | None, int]:
-        path: list[_Node] = []
+    def _walk(self, ids: np.ndarray, salt: str | None, limit: int) -> tuple[list[Node], Node | None, int]:
+        path: list[Node] = []
         node = self._roots.get(salt)
         if node is None:
             return path, None, 0
@@ -212,25 +365,30 @@ class PrefixIndex:
     def _common(self, chain: _Chain, ids: np.ndarray, limit: int) -> int:
         return _common_prefix(chain.ids, ids[:limit])
 
-    def _enter(self, page: int, text: bytes, parent: _Node, *, is_tail: bool = False) -> _Node:
-        node = _Node(page, text, parent, is_tail)
+    def _enter(self, page: int, text: bytes, parent: Node, *, is_tail: bool = False) -> Node:
+        node = Node(page, text, parent, is_tail)
         self._nodes[id(node)] = node
         self._pool.hold_for_index(page)
         return node
 
-    def _touch(self, path: list[_Node]) -> None:
+    def _touch(self, path: list[Node]) -> None:
         # Deepest first: a parent is always younger than its children, so the oldest entry is a leaf.
         for node in reversed(path):
             self._tick += 1
             node.tick = self._tick
-            self._nodes.move_to_end(id(node))
+            if not node.hints:
+                self._nodes.move_to_end(id(node))
 
-    def _touch_chain(self, key: tuple[str | None, str], chain: _Chain) -> None:
+    def _chain(self, key: Waiter) -> _Chain | None:
+        return self._chains.get(key) or self._held_chains.get(key)
+
+    def _touch_chain(self, key: Waiter, chain: _Chain) -> None:
         self._tick += 1
         chain.tick = self._tick
-        self._chains.move_to_end(key)
+        if key in self._chains:
+            self._chains.move_to_end(key)
 
-    def _oldest_node(self) -> _Node | None:
+    def _oldest_node(self) -> Node | None:
         """Return the oldest entry that can go. What is in use is passed over by making it young, so that nobody passes it again soon."""
         for _ in range(len(self._nodes)):
             node = next(iter(self._nodes.values()))
@@ -239,7 +397,7 @@ class PrefixIndex:
             self._touch([node])
         return None
 
-    def _oldest_chain(self) -> tuple[str | None, str] | None:
+    def _oldest_chain(self) -> Waiter | None:
         for _ in range(len(self._chains)):
             key, chain = next(iter(self._chains.items()))
             if not self._pool.in_use(chain.pages[-1]):
@@ -247,8 +405,10 @@ class PrefixIndex:
             self._touch_chain(key, chain)
         return None
 
-    def _drop_node(self, node: _Node) -> int:
+    def _drop_node(self, node: Node) -> int:
         del self._nodes[id(node)]
+        for waiter in tuple(node.ends_at):
+            self._leave(waiter)
         parent = node.parent
         assert parent is not None
         del (parent.tails if node.is_tail else parent.children)[node.ids]
@@ -256,7 +416,7 @@ class PrefixIndex:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
         return int(self._pool.release_from_index(node.page))
 
-    def _shorten_chain(self, key: tuple[str | None, str]) -> int:
+    def _shorten_chain(self, key: Waiter) -> int:
         chain = self._chains[key]
         freed = int(self._pool.release_from_index(chain.pages.pop()))
         chain.versions = chain.versions[: len(chain.pages) * self._page_size]
@@ -265,7 +425,9 @@ class PrefixIndex:
             del self._chains[key]
         return freed
 
-    def _drop_chain(self, key: tuple[str | None, str]) -> None:
+    def _drop_chain(self, key: Waiter) -> None:
+        if key in self._held_chains:
+            self._end(self._hints.pop(key, "hints_ended"))
         chain = self._chains.pop(key, None)
         for page in chain.pages if chain is not None else ():
             self._pool.release_from_index(page)

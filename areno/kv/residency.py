@@ -37,7 +37,9 @@ class Residency:
         self._page_size = resolved.page_size
         self._version = config.initial_version
         self.pool = PagePool(resolved.num_pages, RESERVED_PAGES + resolved.canary_pages, lists_fresh=resolved.clears_pages)
-        self.prefix = PrefixIndex(self.pool, resolved.page_size, epoch=self._version, enabled=config.prefix_cache)
+        self.prefix = PrefixIndex(
+            self.pool, resolved.page_size, epoch=self._version, enabled=config.prefix_cache, hint_share=config.hint_share
+        )
         self.rows = RowPool(resolved.max_rows)
         self.slots = SlotPool(config.sampling_slots)
         # A killed row is reused at once while its results are still in flight, hence more seats than rows.
@@ -84,6 +86,8 @@ class Residency:
 
     def _match(self, live: LiveRequest) -> PrefixMatch:
         request = live.request
+        if request.lineage is not None:
+            self.prefix.arrived(request.lineage, salt=request.cache_salt)
         start = None if live.prompt_logprobs is None else request.sampling.prompt_logprobs_from
         return self.prefix.match(
             live.ids,
@@ -146,7 +150,14 @@ class Residency:
         full = current // page_size
         tail = current % page_size if current == kv_versions.size else 0
         salt = live.request.cache_salt
-        self.prefix.publish(ids, live.pages[:full], salt=salt, tail_page=live.pages[full] if tail else None, tail_tokens=tail)
+        self.prefix.publish(
+            ids,
+            live.pages[:full],
+            salt=salt,
+            tail_page=live.pages[full] if tail else None,
+            tail_tokens=tail,
+            lineage=live.request.lineage,
+        )
         if live.request.lineage is not None and live.keeps_kv and kv_versions.size:
             pages = live.pages[: self.pages_for(kv_versions.size)]
             self.prefix.remember(live.request.lineage, salt=salt, ids=ids, pages=pages, versions=kv_versions)

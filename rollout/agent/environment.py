@@ -55,11 +55,12 @@ class Environment(Protocol):
 
 
 class EnvironmentUses:
-    """Which environments were handed to an episode already: each is for one. Used from one thread of an event loop or several."""
+    """Which environments were handed to an episode already, for each is for one, and how long each kind usually takes to answer."""
 
     def __init__(self) -> None:
         self._playing: dict[int, Any] = {}
         self._played: dict[int, weakref.ref[Any]] = {}
+        self._waits: weakref.WeakKeyDictionary[type, dict[str, float]] = weakref.WeakKeyDictionary()
 
     def claim(self, environment: Any) -> None:
         """Take an environment for one episode. Raises: InvalidEnvironment for one that was played before."""
@@ -77,6 +78,15 @@ class EnvironmentUses:
         # Without a place for weak references only two episodes at once are told apart.
         with contextlib.suppress(TypeError):
             self._played[key] = weakref.ref(environment, lambda _: self._played.pop(key, None))
+
+    def waited(self, environment: Any, phase: str, seconds: float) -> None:
+        """Learn how long environments of this kind keep a turn waiting."""
+        usual = self._waits.setdefault(type(environment), {})
+        usual[phase] = seconds + (usual[phase] - seconds) * 0.8 if phase in usual else seconds
+
+    def usual_wait_s(self, environment: Any, phase: str) -> float:
+        """Return how long they usually do, 0 while nothing is known."""
+        return self._waits.get(type(environment), {}).get(phase, 0.0)
 
     def release(self, environment: Any) -> None:
         """Let go of an environment whose episode is over."""

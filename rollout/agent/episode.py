@@ -44,6 +44,10 @@ class PolicyClient(Protocol):
         """End a request; what it sampled comes back from `generate`."""
         ...
 
+    def tool_wait(self, lineage: str, expect_s: float, *, cache_salt: str | None = None) -> None:
+        """Say when a lineage's next request is expected."""
+        ...
+
     async def info(self) -> Any:
         """Return the service's limits and digests."""
         ...
@@ -138,7 +142,12 @@ class Episode:
         self._limits, self._sampling = limits or EpisodeLimits(), sampling or TurnSampling()
         self.seed = secrets.randbits(64) if seed is None else _checked_seed(seed)
         self.lineage = lineage or secrets.token_hex(16)
-        self._options = {"lineage": self.lineage, "cache_salt": cache_salt, "kv_policy": kv_policy, "max_kv_lag": max_kv_lag}
+        self._options: dict[str, Any] = {
+            "lineage": self.lineage,
+            "cache_salt": cache_salt,
+            "kv_policy": kv_policy,
+            "max_kv_lag": max_kv_lag,
+        }
         self._eos_ids = frozenset(getattr(info.engine, "eos_ids", ()))
         self._context, self._total_limit = total_tokens(info.engine, self._limits)
         self.status = EpisodeStatus.RUNNING
@@ -306,6 +315,13 @@ class Episode:
     async def run_tools(self, turn: Turn) -> list[ToolResult]:
         """Run the turn's tool calls and return one result for each, bad ones included; pass them to `observe`. Raises: ToolFailed."""
         return await self._tools.run(turn.tool_calls, turn.bad_calls)
+
+    def tool_wait(self, expect_s: float) -> None:
+        """Say that the next turn is expected in about `expect_s` seconds, because a tool runs: the episode's KV then goes last.
+
+        A hint: overdue by more than its own length it counts no more, and running requests always come first. Raises: InvalidRequest.
+        """
+        self._client.tool_wait(self.lineage, expect_s, cache_salt=self._options["cache_salt"])
 
     def observe(self, observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> bool:
         """Add what the environment says after a turn, as the template writes it, mask 0; return whether the episode goes on.

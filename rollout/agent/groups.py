@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -93,7 +94,8 @@ class EpisodeGroup:
 class EpisodeStatistics:
     """How many episodes were scored, let go and failed, and how long they were on average. Units: sampled tokens, NaN for none.
 
-    Where episodes are let go because others were faster, the kept ones are the short ones: compare the two means.
+    Where episodes are let go because others were faster, the kept ones are the short ones: compare the two means. `cached_share` is the
+    share of prompt tokens whose KV the engine had, of all turns and by the turn's number.
     """
 
     kept: int = 0
@@ -104,6 +106,8 @@ class EpisodeStatistics:
     mean_kept_turns: float = math.nan
     mean_cancelled_turns: float = math.nan
     failures: Mapping[str, int] = field(default_factory=dict)
+    cached_share: float = math.nan
+    cached_share_by_turn: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, results: Iterable[EpisodeResult]) -> EpisodeStatistics:
@@ -111,7 +115,12 @@ class EpisodeStatistics:
         kept: list[EpisodeResult] = []
         cancelled: list[EpisodeResult] = []
         failures: dict[str, int] = {}
+        prompts: Counter[int] = Counter()
+        cached: Counter[int] = Counter()
         for result in results:
+            for turn in (turn for row in result.rows for turn in row.turns):
+                prompts[turn.index] += turn.prompt_tokens
+                cached[turn.index] += turn.cached_tokens
             if result.status is EpisodeStatus.CANCELLED:
                 cancelled.append(result)
             elif result.reward is not None:
@@ -128,6 +137,8 @@ class EpisodeStatistics:
             mean_kept_turns=_mean([result.num_turns for result in kept]),
             mean_cancelled_turns=_mean([result.num_turns for result in cancelled]),
             failures=failures,
+            cached_share=cached.total() / prompts.total() if prompts.total() else math.nan,
+            cached_share_by_turn=tuple(cached[turn] / prompts[turn] for turn in sorted(prompts) if prompts[turn]),
         )
 
 

@@ -32,6 +32,8 @@ from rollout.agent.tools import CallCounts
 from rollout.agent.turn import Turn, TurnSampling
 from rollout.seeds import derive_seed
 
+# Shorter waits are over before anything would have been evicted.
+LEAST_WAIT_S = 0.05
 # What a released episode's turn may take to give back what it sampled.
 RELEASE_WAIT_S = 5.0
 
@@ -264,10 +266,10 @@ class EpisodeRun:
             if not episode.running:
                 break
             if turn.calls_tools:
-                results = await self.phase(FailureKind.TOOL, "tools", None, episode.run_tools, turn)
+                results = await self.answered(FailureKind.TOOL, "tools", None, episode.run_tools, turn)
                 await self.phase(FailureKind.TOOL, "observe", limit.step_s, _inline(episode.observe), results)
                 continue
-            step = await self.phase(env, "step", limit.step_s, self.environment.step, turn)
+            step = await self.answered(env, "step", limit.step_s, self.environment.step, turn)
             await self.phase(env, "step", limit.step_s, _inline(self.advance), step)
         if episode.status is EpisodeStatus.CANCELLED:
             return None
@@ -301,6 +303,16 @@ class EpisodeRun:
             self.episode.finish()
         else:
             self.episode.observe(list(_checked_messages("step", step.messages)))
+
+    async def answered(self, kind: FailureKind, name: str, timeout_s: float | None, function: Callable[..., Any], turn: Turn) -> Any:
+        """Return what answers a turn; the service is told how long that will take, where it has shown to take its time."""
+        expect_s = ENVIRONMENTS.usual_wait_s(self.environment, name)
+        if expect_s >= LEAST_WAIT_S and self.episode is not None:
+            self.episode.tool_wait(expect_s)
+        started = time.perf_counter()
+        answer = await self.phase(kind, name, timeout_s, function, turn)
+        ENVIRONMENTS.waited(self.environment, name, time.perf_counter() - started)
+        return answer
 
     def count(self, turn: Turn) -> None:
         """Count the turn's tool calls."""

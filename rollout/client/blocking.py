@@ -34,10 +34,12 @@ from rollout.client.parameters import (
     prepare_evaluation,
     prepare_group,
     shows_options,
+    tool_wait_fields,
 )
 from rollout.client.pending import Call, DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, RolloutError, ServerUnavailable, Unavailable
+from rollout.wire.messages import Op
 
 if TYPE_CHECKING:
     import numpy as np
@@ -224,6 +226,14 @@ class Client:
     def cancel(self, request_id: bytes) -> CancelResult:
         """End a generation of this client; idempotent. Blocks."""
         return self._run(operations.cancel(request_id, self._connection.to_cancel))
+
+    def tool_wait(self, lineage: str, expect_s: float, *, cache_salt: str | None = None) -> None:
+        """Say that the next request of `lineage` is expected in about `expect_s` seconds, because its tool runs: its KV goes last.
+
+        A hint without an answer. It ends with that request, with this client, or once overdue by more than its own length.
+        Raises: InvalidRequest.
+        """
+        self._connection.say(Op.TOOL_WAIT, tool_wait_fields(lineage, expect_s, cache_salt))
 
     def info(self) -> ServiceInfo:
         """Return what the service is. Blocks."""

@@ -23,7 +23,7 @@ from rollout.client.io_thread import IoThread
 from rollout.client.parameters import Prepared
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable
-from rollout.wire.codec import Packet, encode
+from rollout.wire.codec import NO_REQUEST, Packet, encode
 from rollout.wire.messages import Op
 from rollout.wire.security import missing_socket, new_token
 
@@ -174,6 +174,11 @@ class Connection:
         """Ask for a generation's end without waiting; no effect on one that ended, was never sent, or in a forked child."""
         if os.getpid() == self._pid:
             self._io.cancel(request_id)
+
+    def say(self, op: Op, fields: Mapping[str, object]) -> None:
+        """Send what has no answer."""
+        self.check()
+        self._io.say(encode(op, NO_REQUEST, fields))
 
     def to_cancel(self, request_id: bytes) -> bytes:
         """Return the id to cancel a generation by; it differs from the caller's once an update has cut it."""

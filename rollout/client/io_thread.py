@@ -141,6 +141,10 @@ class IoThread:
 
         self.post(start)
 
+    def say(self, frames: list[Frame]) -> None:
+        """Send a message that has no answer; lost with the connection."""
+        self.post(lambda: self._send(self._data, frames))
+
     def cancel(self, request_id: bytes) -> None:
         """Ask for a generation's end without waiting for the answer; asked again where the connection was lost before its end came."""
 

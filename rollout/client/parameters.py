@@ -18,7 +18,7 @@ import numpy as np
 from rollout.errors import InvalidRequest
 from rollout.seeds import derive_seed
 from rollout.wire.codec import Arrays
-from rollout.wire.messages import MAX_MEMBERS, Generate, Op
+from rollout.wire.messages import MAX_MEMBERS, Generate, Op, ToolWait, parse_fields
 from rollout.wire.security import SECRET_BYTES, new_token
 
 Ids = Sequence[int] | np.ndarray
@@ -293,6 +293,13 @@ def _prepared(
         fields=fields,
         arrays=arrays,
     )
+
+
+def tool_wait_fields(lineage: str, expect_s: float, cache_salt: str | None) -> dict[str, object]:
+    """Return the fields of a hint. Raises: InvalidRequest."""
+    fields: dict[str, object] = {"lineage": lineage, "expect_s": float(expect_s) if isinstance(expect_s, int) else expect_s}
+    parse_fields(ToolWait, {**fields, "cache_salt": cache_salt})
+    return {**fields, "cache_salt": cache_salt}
 
 
 def prepare(prompt_ids: Ids, options: Mapping[str, object]) -> Prepared:

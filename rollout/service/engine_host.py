@@ -41,7 +41,9 @@ from rollout.state import FileLock
 from rollout.wire.codec import NO_REQUEST, Arrays, Packet, decode, encode
 from rollout.wire.messages import (
     HOST_REQUESTS,
+    EndHints,
     EngineFacts,
+    ExpectReturn,
     Kill,
     Op,
     Score,
@@ -188,6 +190,8 @@ class EngineHost:
             Op.SUBMIT: self._submit,
             Op.STEP_ACK: self._step_ack,
             Op.KILL: self._kill,
+            Op.EXPECT_RETURN: self._expect_return,
+            Op.END_HINTS: self._end_hints,
             Op.SCORE: self._score,
             Op.STATS: self._stats,
             Op.PAUSE: self._pause,
@@ -293,6 +297,15 @@ class EngineHost:
         done = bool(self._engine.cancel(body.engine_id, kind=FinishKind(body.kind), detail=body.detail))
         if packet.request_id != NO_REQUEST:
             self._outbox.reply(Op.CANCEL_RESULT, packet.request_id, {"cancelled": done, "state": "live" if done else "ended"})
+
+    def _expect_return(self, packet: Packet) -> None:
+        body = packet.body
+        assert isinstance(body, ExpectReturn)
+        self._engine.expect_return(body.lineage, body.expect_s, cache_salt=body.cache_salt, owner=body.owner)
+
+    def _end_hints(self, packet: Packet) -> None:
+        assert isinstance(packet.body, EndHints)
+        self._engine.end_hints(packet.body.owner)
 
     def _score(self, packet: Packet) -> None:
         assert isinstance(packet.body, Score)

@@ -59,7 +59,7 @@ from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
 from rollout.wire.gate import principal_of
-from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score
+from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score, ToolWait
 from rollout.wire.security import new_token
 from rollout.wire.transport import Incoming, Poller, Router
 
@@ -145,6 +145,7 @@ class Front:
                 Op.ATTACH: self._requests.attach,
                 Op.CANCEL: self._requests.cancel,
                 Op.ACK: self._ack,
+                Op.TOOL_WAIT: self._tool_wait,
                 Op.SCORE: self._score,
                 Op.INFO: self._answers.info,
                 Op.STATS: self._answers.stats,
@@ -363,6 +364,8 @@ class Front:
 
     def _end_session(self, session: Session, reason: str) -> None:
         self._requests.end_session(session, reason)
+        if session.hinted:
+            self._link.send(Op.END_HINTS, {"owner": session.session_id.hex()})
         self._control.end_session(session)
         self._outbound.forget(session)
         self._sessions.close(session)
@@ -375,6 +378,17 @@ class Front:
     def _ack(self, session: Session, packet: Packet) -> None:
         assert isinstance(packet.body, Ack)
         self._requests.acknowledge(session, packet, packet.body.seq)
+
+    def _tool_wait(self, session: Session, packet: Packet) -> None:
+        """Hand a hint on; without a host there is nothing to keep."""
+        body = packet.body
+        assert isinstance(body, ToolWait)
+        session.hinted = True
+        owner = session.session_id.hex()
+        fields = {"lineage": f"{owner}:{body.lineage}", "cache_salt": body.cache_salt, "expect_s": body.expect_s, "owner": owner}
+        self._link.send(Op.EXPECT_RETURN, fields)
+        if packet.request_id != NO_REQUEST:
+            self._outbound.reply(session, Channel.DATA, Op.DONE, packet.request_id, {})
 
     def _score(self, session: Session, packet: Packet) -> None:
         assert isinstance(packet.body, Score)

@@ -30,7 +30,8 @@ class Channel(enum.Enum):
 class Session:
     """One client. `principal` is whom the gate let in, `users` the gate's name of each route's connection.
 
-    `unacked` lists (sequence number, bytes) of flushes under way; `stalled` that a send found no room.
+    `unacked` lists (sequence number, bytes) of flushes under way; `stalled` that a send found no room, `hinted` that it said when
+    tools will be done.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Session:
     unacked_bytes: int = 0
     last_flush: float = 0.0
     stalled: bool = False
+    hinted: bool = False
 
     @property
     def label(self) -> str:

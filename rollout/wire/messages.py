@@ -39,6 +39,7 @@ class Op(enum.IntEnum):
     SCORE = 22
     SCORED = 23
     GENERATE_GROUP = 24
+    TOOL_WAIT = 25
 
     INFO = 32
     INFO_RESULT = 33
@@ -71,6 +72,8 @@ class Op(enum.IntEnum):
     STEP_ACK = 84
     KILL = 85
     UPDATE_OPEN = 86
+    EXPECT_RETURN = 87
+    END_HINTS = 88
 
 
 EndingKind = Literal["stop", "length", "cancelled", "expired", "failed"]
@@ -158,6 +161,14 @@ class Generate(Message):
 
 class GenerateGroup(Generate):
     """Several generations of one prompt; the array names the members, and `seed` is what their seeds are derived from."""
+
+
+class ToolWait(Message):
+    """A lineage's next request, of the same salt, is expected in about `expect_s` seconds, because its tool runs. A hint."""
+
+    lineage: Annotated[str, Field(min_length=1, max_length=200)]
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    expect_s: Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Cancel(Message):
@@ -457,6 +468,21 @@ class Kill(Message):
     detail: Text | None = None
 
 
+class ExpectReturn(Message):
+    """A client's hint as the front hands it on: lineage and owner carry its session."""
+
+    lineage: Annotated[str, Field(min_length=1, max_length=256)]
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    expect_s: Annotated[float, Field(gt=0, le=1e6)]
+    owner: Name
+
+
+class EndHints(Message):
+    """A session ended, and its hints with it."""
+
+    owner: Name
+
+
 class UpdateOpen(Message):
     """Open an update in the engine under a version that the front handed out."""
 
@@ -477,6 +503,7 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.GENERATE: Generate,
     Op.GENERATE_GROUP: GenerateGroup,
     Op.ATTACH: Nothing,
+    Op.TOOL_WAIT: ToolWait,
     Op.CANCEL: Cancel,
     Op.CANCEL_RESULT: CancelResult,
     Op.DELTAS: Deltas,
@@ -512,6 +539,8 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.STEP_ACK: StepAck,
     Op.KILL: Kill,
     Op.UPDATE_OPEN: UpdateOpen,
+    Op.EXPECT_RETURN: ExpectReturn,
+    Op.END_HINTS: EndHints,
 }
 
 
@@ -599,6 +628,7 @@ DATA_REQUESTS = frozenset(
         Op.GOODBYE,
         Op.GENERATE,
         Op.GENERATE_GROUP,
+        Op.TOOL_WAIT,
         Op.ATTACH,
         Op.CANCEL,
         Op.ACK,
@@ -648,6 +678,8 @@ HOST_REQUESTS = frozenset(
         Op.SUBMIT,
         Op.STEP_ACK,
         Op.KILL,
+        Op.EXPECT_RETURN,
+        Op.END_HINTS,
         Op.SCORE,
         Op.STATS,
         Op.PAUSE,

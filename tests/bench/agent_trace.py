@@ -82,6 +82,7 @@ async def play(
         drawn = await episode.act(max_new_tokens=turn["gen"], ignore_eos=True)
         assert drawn.ids.size == turn["gen"], f"{drawn.ids.size} tokens of {turn['gen']}: {drawn.finish_reason}"
         if turn["wait_s"]:
+            episode.tool_wait(turn["wait_s"])
             await asyncio.sleep(turn["wait_s"])
         if turn["tool"]:
             assert episode.observe_ids(np.array(turn["tool"], np.int32)), f"the episode ended as {episode.status}: {episode.limit}"

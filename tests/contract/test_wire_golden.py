@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.errors import RolloutError, error_class
+from rollout.errors import InvalidRequest, RolloutError, error_class
 from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
 from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, MODELS, Op
 
@@ -14,13 +14,14 @@ REQUEST_ID = bytes(range(16))
 OPERATIONS = {
     "HELLO": 1, "WELCOME": 2, "HEARTBEAT": 3, "ALIVE": 4, "GOODBYE": 5, "ERROR": 6, "DONE": 7,
     "GENERATE": 16, "ATTACH": 17, "CANCEL": 18, "CANCEL_RESULT": 19, "DELTAS": 20, "ACK": 21, "SCORE": 22, "SCORED": 23,
-    "GENERATE_GROUP": 24,
+    "GENERATE_GROUP": 24, "TOOL_WAIT": 25,
     "INFO": 32, "INFO_RESULT": 33, "STATS": 34, "STATS_RESULT": 35, "TOKENIZER_FILES": 36, "TOKENIZER_FILES_RESULT": 37,
     "PAUSE": 48, "RESUME": 49, "WEIGHTS_BEGIN": 50, "WEIGHTS_TICKET": 51, "WEIGHTS_STAGE_FILE": 52, "WEIGHTS_COMMIT": 53,
     "WEIGHTS_REPORT": 54, "WEIGHTS_ABORT": 55, "SHUTDOWN": 56,
     "WEIGHTS_STAGE_BUCKET": 57, "WEIGHTS_JOIN_GROUP": 58,
     "EVALUATE_BEGIN": 60, "EVALUATION": 61, "EVALUATE_END": 62, "SLEEP": 63, "WAKE": 64,
     "HOST_READY": 80, "HOST_FAILED": 81, "SUBMIT": 82, "STEP": 83, "STEP_ACK": 84, "KILL": 85, "UPDATE_OPEN": 86,
+    "EXPECT_RETURN": 87, "END_HINTS": 88,
 }  # fmt: skip
 
 CODES = [
@@ -44,6 +45,10 @@ GROUP_BYTES = [
     "07000000",
     "00000000000004c0",
     "000102030405060708090a0b0c0d0e0f00000000000000000000000000000000",
+]
+TOOL_WAIT_BYTES = [
+    "0100190000000000000000000000000000000000",
+    "9283a76c696e65616765a165aa63616368655f73616c74c0a86578706563745f73cb400400000000000090",
 ]
 FLUSH_BODY = (
     "9282a373657101a866696e69736865649187a5696e64657800a46b696e64a473746f70ad6f75747075745f746f6b656e7302ab73746f705f73747269"
@@ -258,3 +263,20 @@ def test_joining_a_group_has_these_bytes() -> None:
         ),
     ]
     assert decode(frames, CONTROL_REQUESTS).body.model_dump() == fields
+
+
+def test_a_hint_of_return_has_these_bytes() -> None:
+    fields = {"lineage": "e", "cache_salt": None, "expect_s": 2.5}
+    frames = [bytes(frame) for frame in encode(Op.TOOL_WAIT, bytes(16), fields)]
+    assert [frame.hex() for frame in frames] == TOOL_WAIT_BYTES
+    assert decode(frames, DATA_REQUESTS).body.model_dump() == fields
+    handed_on = [bytes(frame) for frame in encode(Op.EXPECT_RETURN, bytes(16), {**fields, "owner": "o"})]
+    assert decode(handed_on, HOST_REQUESTS).body.model_dump() == {**fields, "owner": "o"}
+
+
+@pytest.mark.parametrize("change", [{"expect_s": 0.0}, {"expect_s": float("inf")}, {"lineage": ""}, {"other": 1}])
+def test_a_hint_outside_its_domain_is_refused_by_name(change: dict[str, object]) -> None:
+    frames = [bytes(frame) for frame in encode(Op.TOOL_WAIT, bytes(16), {"lineage": "e", "expect_s": 2.5, **change})]
+    with pytest.raises(InvalidRequest) as refused:
+        decode(frames, DATA_REQUESTS)
+    assert refused.value.field == next(iter(change))

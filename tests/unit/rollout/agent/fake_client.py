@@ -73,6 +73,7 @@ class FakeClient:
     cancelled: list[bytes] = field(default_factory=list)
     live: int = 0
     most_live: int = 0
+    waits: list[tuple[str, float, str | None]] = field(default_factory=list)
     waiting: dict[bytes, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +89,9 @@ class FakeClient:
         self.cancelled.append(request_id)
         if request_id in self.waiting:
             self.waiting[request_id].set()
+
+    def tool_wait(self, lineage: str, expect_s: float, *, cache_salt: str | None = None) -> None:
+        self.waits.append((lineage, expect_s, cache_salt))
 
     async def generate(self, prompt_ids: np.ndarray, **options: Any) -> FakeGeneration:
         self.requests.append((list(map(int, prompt_ids)), options))

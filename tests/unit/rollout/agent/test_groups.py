@@ -109,6 +109,7 @@ def test_all_members_of_a_quiet_group_count() -> None:
     assert result.mean_reward == 3.0 and result.reward_spread == pytest.approx(math.sqrt(3.5))
     assert (result.statistics.kept, result.statistics.cancelled, result.statistics.mean_kept_tokens) == (4, 0, 6.0)
     assert result.superseded == ()
+    assert result.statistics.cached_share == pytest.approx(0.5, abs=0.02) and len(result.statistics.cached_share_by_turn) == 2
 
 
 @pytest.mark.parametrize("phase", ["reset", "step", "score"])

@@ -315,3 +315,26 @@ def test_a_cancelled_generation_gives_a_cancelled_episode_without_a_reward() -> 
     result = asyncio.run(cancel_first())
     assert (result.status, result.reward, result.failure) == (EpisodeStatus.CANCELLED, None, None)
     assert result.rows[0].num_sampled == 2
+
+
+class Slow(Guess):
+    """Takes its time for each step."""
+
+    async def step(self, turn: Any) -> Step:
+        await asyncio.sleep(0.08)
+        return await super().step(turn)
+
+
+def test_the_service_hears_how_long_answers_take_once_that_is_known() -> None:
+    client = always()
+    first, second = run([EpisodeTask(make_environment=Slow, seed=number) for number in range(2)], client, concurrency=1)
+    assert (first.reward, second.reward) == (2.0, 2.0)
+    lineages = [options["lineage"] for _, options in client.requests]
+    assert [lineage for lineage, _, _ in client.waits] == [lineages[1], lineages[2], lineages[3]]
+    assert all(0.07 < expect_s < 0.5 and salt is None for _, expect_s, salt in client.waits)
+
+
+def test_quick_answers_are_not_announced() -> None:
+    client = always()
+    run(tasks_of(3), client)
+    assert client.waits == []
