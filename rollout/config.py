@@ -66,7 +66,10 @@ class ServiceConfig:
 
     Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
     least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
-    `max_record_bytes` bounds the results of all live requests together. `threads` are the engine's CPU threads; None means
+    `max_record_bytes` bounds the results of all live requests together, `max_client_record_bytes` and `max_client_requests` what one
+    client has of them. An engine host that owes something and is silent for `host_timeout_s`, or not ready after
+    `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in the log. `drain_s` is how long
+    requests may end after a first SIGTERM. `threads` are the engine's CPU threads; None means
     half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last` names
     a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
     Raises: InvalidConfig naming field, value, limit and remedy.
@@ -107,7 +110,13 @@ class ServiceConfig:
     max_message_bytes: int = 64 * 2**20
     max_record_bytes: int = 2**30
     max_requests: int = 16_384
+    max_client_record_bytes: int | None = None
+    max_client_requests: int | None = None
     max_restarts: int = 3
+    host_timeout_s: float = 120.0
+    host_start_timeout_s: float = 1800.0
+    stall_s: float = 60.0
+    drain_s: float = 10.0
     watch_parent: bool = False
     engine: str = DEFAULT_ENGINE
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -115,20 +124,25 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise _refuse("model", self.model, "a path of a model folder")
-        for name in ("lease_s", "flush_interval_s"):
+        for name in ("lease_s", "flush_interval_s", "host_timeout_s", "host_start_timeout_s", "stall_s", "drain_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise _refuse(name, value, "0.2 seconds or more" if name == "lease_s" else "zero or a positive, finite number of seconds")
-        if self.lease_s < 0.2:
-            raise _refuse("lease_s", self.lease_s, "0.2 seconds or more")
+        for name in ("lease_s", "host_timeout_s", "host_start_timeout_s", "stall_s"):
+            if getattr(self, name) < 0.2:
+                raise _refuse(name, getattr(self, name), "0.2 seconds or more")
         for name, low in (
             ("credit_bytes", 2**16),
             ("max_message_bytes", 2**20),
             ("max_record_bytes", 2**16),
             ("max_requests", 1),
+            ("max_client_record_bytes", 2**16),
+            ("max_client_requests", 1),
             ("max_restarts", 0),
         ):
             value = getattr(self, name)
+            if value is None and name.startswith("max_client_"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise _refuse(name, value, f"an integer of {low} or more")
         for name in ("insecure", "watch_parent"):

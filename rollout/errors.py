@@ -247,9 +247,10 @@ class NeedsWeights(Unavailable):
 
 
 class Busy(Unavailable):
-    """An admission limit is reached; ask again later."""
+    """An admission limit is reached; ask again in `retry_after_s` seconds, by when room is expected."""
 
     code = "busy"
+    retry_after_s: float | None = None
 
 
 class ClientUnusable(RolloutError, RuntimeError):
@@ -407,6 +408,9 @@ def error_fields(error: BaseException) -> dict[str, object]:
     value = plain_value(getattr(error, "value", None))
     if value is not None:
         fields["value"] = value
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if isinstance(retry_after_s, float):
+        fields["retry_after_s"] = retry_after_s
     return fields
 
 
@@ -414,4 +418,8 @@ def error_from_fields(fields: Mapping[str, object]) -> RolloutError:
     """Return the exception of a wire error."""
     code = str(fields.get("code", RolloutError.code))
     text = {name: str(fields[name]) for name in ("field", "limit", "remedy") if fields.get(name) is not None}
-    return error_class(code)(str(fields.get("what", code)), value=fields.get("value"), code=code, **text)
+    error = error_class(code)(str(fields.get("what", code)), value=fields.get("value"), code=code, **text)
+    retry_after_s = fields.get("retry_after_s")
+    if isinstance(error, Busy) and isinstance(retry_after_s, float):
+        error.retry_after_s = retry_after_s
+    return error

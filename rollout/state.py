@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from rollout.wire.security import Address
 
 STATE_VARIABLE = "ARENO_STATE_DIR"
 APP = "areno-rollout"
+HOST_FILE = re.compile(r"\.h\d+[0-9a-f]{4}(\.json)?")
 
 
 def default_state_dir() -> Path:
@@ -147,6 +150,10 @@ class StateFolder:
         """Where keys are."""
         return self.root / "keys"
 
+    def host_base(self, address: Address) -> Path:
+        """Return the path that the files of an address's engine hosts begin with."""
+        return Path(address.path or self.root / "run" / f"tcp{address.port}")
+
     def default_address(self) -> str:
         """Return the local address of the state folder's own service."""
         return f"ipc://{self.root / 'run' / 'service'}"
@@ -256,6 +263,14 @@ def _replace(path: Path, text: str) -> None:
 def socket_files(address: Address) -> list[Path]:
     """Return the files that a service's sockets leave in the file system."""
     return [Path(address.path), Path(address.control.removeprefix("ipc://"))] if address.scheme == "ipc" else []
+
+
+def remove_host_files(base: Path) -> None:
+    """Remove sockets and configs of engine hosts that were killed together with their front; the caller holds the address's lock."""
+    for path in base.parent.glob(f"{glob.escape(base.name)}.h[0-9]*"):
+        with contextlib.suppress(OSError):
+            if HOST_FILE.fullmatch(path.name.removeprefix(base.name)):
+                path.unlink()
 
 
 def remove_socket_files(address: Address) -> None:

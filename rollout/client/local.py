@@ -84,7 +84,7 @@ class LocalService:
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         (self._folder / OWNER_FILE).write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}))
         try:
-            config = ServiceConfig.from_fields({"state_dir": str(self._folder), **self._options, "watch_parent": True})
+            config = ServiceConfig.from_fields({"state_dir": str(self._folder), "drain_s": 0.0, **self._options, "watch_parent": True})
             path = self._folder / "config.json"
             path.write_text(config.to_json())
             with open(self._folder / "service.log", "wb") as log:

@@ -37,6 +37,14 @@ class Admission:
         there = self.ready and not self.held and self.asleep is None
         return there and self.refusal() is None and (record.min_version is None or record.min_version <= self.version)
 
+    def waits_for(self, record: Record) -> str:
+        """Say what keeps a record from the engine."""
+        if not self.ready:
+            return "waits for an engine host"
+        if record.min_version is not None and record.min_version > self.version:
+            return f"waits for version {record.min_version}"
+        return "waits until the engine is awake" if self.asleep is not None else "waits for a commit"
+
     def needs_of(self, body: Generate, prompt_tokens: int) -> Reservation:
         """Return what a request may come to hold. Numbers that make no sense reserve nothing: the engine refuses them."""
         left = body.max_new_tokens - max(0, body.prior_output_tokens)
@@ -97,12 +105,18 @@ def form_refusal(arrays: Arrays) -> RolloutError | None:
     return None
 
 
-def room_refusal(ledger: Ledger, needs: Reservation, count: int) -> RolloutError | None:
-    """Return why this many requests find no room now, or None."""
-    if ledger.has_room(needs, count):
+def room_refusal(ledger: Ledger, session: int, needs: Reservation, count: int, now: float) -> RolloutError | None:
+    """Return why this many requests of a client find no room now, or None."""
+    if not ledger.has_room(needs, count):
+        whose, load, options = "", (ledger.live + ledger.deciding, ledger.reserved_bytes), "max_requests and max_record_bytes"
+    elif not ledger.client_has_room(session, needs, count):
+        whose, load, options = " of this client", ledger.client_load(session), "max_client_requests and max_client_record_bytes"
+    else:
         return None
-    return Busy(
-        f"{ledger.live + ledger.deciding} requests reserve {ledger.reserved_bytes} bytes",
-        limit="the service's admission limit is reached",
-        remedy="ask again when some have ended, or start the service with larger max_requests and max_record_bytes",
+    busy = Busy(
+        f"{load[0]} requests{whose} reserve {load[1]} bytes, {count} more would reserve {count * needs.num_bytes}",
+        limit=f"the {'client' if whose else 'service'}'s admission limit is reached",
+        remedy=f"ask again in retry_after_s, or start the service with larger {options}",
     )
+    busy.retry_after_s = ledger.retry_after_s(count, now)
+    return busy

@@ -15,7 +15,7 @@ from rollout.errors import InvalidConfig, RolloutError
 from rollout.keys import KeyFolder
 from rollout.service.access import DOMAINS, Access
 from rollout.service.sessions import Channel
-from rollout.state import Announcement, FileLock, make_folder, private_folder, remove_socket_files
+from rollout.state import Announcement, FileLock, make_folder, private_folder, remove_host_files, remove_socket_files
 from rollout.wire.security import Address, parse_address
 from rollout.wire.transport import Context
 
@@ -55,6 +55,7 @@ class BoundSockets:
             # A TCP port of 0 is known only now.
             self.address: Address = parse_address(self.routers[Channel.DATA].address)
             self.lock: FileLock = lock or self.state.lock(self.address)
+            remove_host_files(self.state.host_base(self.address))
         except RolloutError:
             self.context.close()
             if lock is not None:

@@ -34,7 +34,7 @@ OnError = Callable[[ErrorBody], Mapping[str, object] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    session: Session
+    session: Session | None
     channel: Channel
     request_id: bytes
     on_result: OnResult | None
@@ -76,6 +76,14 @@ class Calls:
         )
         self._link.send(op, fields, arrays, call_id)
 
+    def ask(self, op: Op, fields: Mapping[str, object], on_result: OnResult | None = None, on_error: OnError | None = None) -> None:
+        """Call the host for the front itself; nobody is answered."""
+        call_id = new_token()
+        self._open[call_id] = _Call(
+            session=None, channel=Channel.DATA, request_id=call_id, on_result=on_result, on_error=on_error, result_op=None
+        )
+        self._link.send(op, fields, None, call_id)
+
     def answer(self, packet: Packet) -> None:
         """Pass a host's answer back."""
         call = self._open.pop(packet.request_id, None)
@@ -88,6 +96,8 @@ class Calls:
         else:
             fields = call.on_result(packet.body) if call.on_result is not None else None
             op = call.result_op or op
+        if call.session is None:
+            return
         self._reply(call.session, call.channel, op, call.request_id, packet.body.model_dump() if fields is None else fields, packet.arrays)
 
     def fail(self, call_id: bytes, error: RolloutError) -> None:
@@ -109,4 +119,6 @@ class Calls:
     def _fail(self, call: _Call, error: RolloutError) -> None:
         body = ErrorBody.model_validate(error_fields(error))
         fields = call.on_error(body) if call.on_error is not None else None
+        if call.session is None:
+            return
         self._reply(call.session, call.channel, Op.ERROR, call.request_id, body.model_dump() if fields is None else fields)

@@ -435,6 +435,7 @@ def remove_leftovers(config: HostConfig) -> None:
 
 def _serve(config: HostConfig, peer: Peer) -> int:
     gc.disable()
+    peer.send(encode(Op.HOST_LOADING, NO_REQUEST, {}))
     try:
         if config.threads is not None and config.engine == DEFAULT_ENGINE:
             import torch

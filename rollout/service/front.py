@@ -14,16 +14,13 @@ carries a request id gets exactly one reply or terminal event.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import os
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -46,7 +43,9 @@ from rollout.service.calls import Calls
 from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
+from rollout.service.host_probe import HostProbe
 from rollout.service.ledger import Ledger
+from rollout.service.lifecycle import Lifecycle
 from rollout.service.metrics import FrontMetrics, snapshot
 from rollout.service.outbound import Outbound
 from rollout.service.parent_watch import ParentWatch
@@ -55,6 +54,7 @@ from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
 from rollout.service.supervisor import OnEvent, Supervisor
+from rollout.service.watchdog import Watchdog
 from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
@@ -80,17 +80,19 @@ class Front:
         self._config = config = dataclasses.replace(config, address=self._sockets.address.text)
         self._on_event = on_event
         self._incarnation = new_token()
-        self._stopping = False
-        self._wake_in, self._wake_out = socket.socketpair()
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
+        self._lifecycle = Lifecycle(config.drain_s)
         routers = self._sockets.routers
         self._access = self._sockets.access
-        self._poller = Poller([*routers.values(), self._access.doorway, self._wake_in.fileno()])
+        self._poller = Poller([*routers.values(), self._access.doorway, self._lifecycle.wake_fd])
         self._metrics = FrontMetrics()
         self._sessions = SessionBook(config.lease_s)
         self._outbound = Outbound(routers, self._sessions, self._metrics)
-        self._ledger = Ledger(config.max_requests, config.max_record_bytes)
+        self._ledger = Ledger(
+            config.max_requests,
+            config.max_record_bytes,
+            max_client_requests=config.max_client_requests,
+            max_client_record_bytes=config.max_client_record_bytes,
+        )
         self._streams = Streams(
             self._ledger, self._sessions, self._outbound.flush, interval_s=config.flush_interval_s, credit_bytes=config.credit_bytes
         )
@@ -109,6 +111,8 @@ class Front:
             StopText(files),
             seed=config.seed,
         )
+        self._watchdog = Watchdog(self._ledger, self._requests.stage_of, config.stall_s)
+        self._probe = HostProbe(self._calls, timeout_s=config.host_timeout_s, start_timeout_s=config.host_start_timeout_s)
         gate = CommitGate(self._admission, self._requests)
         self._control = ControlDesk(self._link, self._calls, self._admission, gate, self._sockets.state.next_version, self._published)
         self._admission.version = self._sockets.state.next_version()
@@ -121,6 +125,7 @@ class Front:
             self._metrics,
             initial_version=self._admission.version,
             max_restarts=config.max_restarts,
+            probe=self._probe,
             on_event=self._host_event,
         )
         self._answers = Answers(
@@ -170,21 +175,28 @@ class Front:
 
     @property
     def health(self) -> str:
-        """starting, ready, needs_weights (a host is ready to take them), failed or stopping."""
-        if self._stopping:
+        """starting, loading, ready, updating (a commit waits or runs), needs_weights (a host is ready to take them), degraded (the engine
+        host died and a new one is not ready yet, or the accounts do not reconcile), failed or stopping.
+        """
+        if self._lifecycle.refuses:
             return "stopping"
         if self._supervisor.failure is not None:
             return "failed"
         if not self._admission.ready:
-            return "starting"
-        return "ready" if self._control.needs_weights is None else "needs_weights"
+            return "degraded" if self._supervisor.was_ready else "loading" if self._supervisor.loading else "starting"
+        if self._control.needs_weights is not None:
+            return "needs_weights"
+        if self._watchdog.accounting_errors:
+            return "degraded"
+        update = self._control.update
+        return "updating" if update is not None and update.committing else "ready"
 
     def _refusal(self) -> RolloutError | None:
-        return refusal(self._control.needs_weights, self._supervisor.failure, self._stopping)
+        return refusal(self._control.needs_weights, self._supervisor.failure, self._lifecycle.refuses)
 
     def _host_event(self, event: str, fields: Mapping[str, object]) -> None:
         if event == "failed":
-            self._stopping = True
+            self._lifecycle.stop()
         self._on_event(event, {"address": self._config.address, "model": self._config.model, "pid": os.getpid(), **fields})
 
     def _published(self, version: int) -> None:
@@ -198,7 +210,7 @@ class Front:
         try:
             self._sockets.announce(self._incarnation, self._config.model)
             self._supervisor.start()
-            with self._signals():
+            with self._lifecycle.signals():
                 self._loop()
         finally:
             self._close()
@@ -207,18 +219,22 @@ class Front:
     def _loop(self) -> None:
         timeout_s: float | None = 0.0
         clock = StandstillClock(min(SUSPENSION_S, self._config.lease_s / 4))
-        while not self._stopping:
+        while not self._lifecycle.is_over:
             ready = self._poller.wait(timeout_s)
             now = time.monotonic()
-            self._sessions.extend_all(clock.stood_still(now, timeout_s))
-            if self._wake_in.fileno() in ready:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_in.recv(4096)
+            self._slept_through(clock.stood_still(now, timeout_s))
+            if self._lifecycle.wake_fd in ready:
+                self._lifecycle.awake()
             self._access.doorway.serve()
             self._drain_clients(now)
             self._supervisor.drain()
-            self._sessions.extend_all(clock.stood_still(time.monotonic(), 0.0))
+            self._slept_through(clock.stood_still(time.monotonic(), 0.0))
             timeout_s = self._tick()
+
+    def _slept_through(self, seconds: float) -> None:
+        """Blame nobody for a time in which this process did not run."""
+        self._sessions.extend_all(seconds)
+        self._probe.stood_still(seconds)
 
     def _tick(self) -> float | None:
         """Do what is due by time; return how long to wait for the next thing."""
@@ -233,6 +249,9 @@ class Front:
             self._sessions.next_expiry(),
             self._control.advance(now),
             self._streams.flush(now),
+            self._supervisor.advance(now),
+            self._watchdog.advance(now),
+            self._lifecycle.advance(now, idle=not (self._ledger.live or self._ledger.deciding or self._ledger.held)),
         ]
         self._link.send_queued()
         if self._outbound.send_waiting():
@@ -254,27 +273,9 @@ class Front:
                 self._end_session(session, "the client's key was taken away")
         return again
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT end the loop; the wake-up pipe gets poll out of its sleep."""
-
-        def stop(number: int, frame: object) -> None:
-            self._stopping = True
-
-        wake_before = signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(wake_before)
-
     def stop(self) -> None:
         """End the loop soon; may be called from any thread."""
-        self._stopping = True
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
+        self._lifecycle.stop()
 
     def _close(self) -> None:
         """End every request, the host and the sockets, and leave no file behind."""
@@ -287,8 +288,7 @@ class Front:
             self._outbound.flush(session, goodbye)
         self._link.stop(HOST_GRACE_S)
         self._sockets.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._lifecycle.close()
 
     # Clients
 
@@ -415,7 +415,7 @@ class Front:
     def _shutdown(self, session: Session, packet: Packet) -> None:
         log.info("%s asks for the end", session.label)
         self._done(session, packet)
-        self._stopping = True
+        self._lifecycle.stop()
 
     def _done(self, session: Session, packet: Packet) -> None:
         self._outbound.reply(session, Channel.CONTROL, Op.DONE, packet.request_id, {})
@@ -423,8 +423,16 @@ class Front:
     def _numbers(self) -> dict[str, object]:
         numbers = snapshot(self._metrics, self._ledger, self._sessions, self._streams, held=self._requests.num_held, health=self.health)
         numbers["watched_for_stop_strings"] = self._requests.num_watched
+        stall_s, stalled = self._watchdog.oldest(time.monotonic())
         return {
             **numbers,
+            **{f"failed_{code}": count for code, count in sorted(self._ledger.failures.items())},
+            "accounting_errors": self._watchdog.accounting_errors,
+            "oldest_stall_s": stall_s,
+            "oldest_stall": stalled,
+            "credit_bytes": self._config.credit_bytes,
+            "max_record_bytes": self._config.max_record_bytes,
+            "max_requests": self._config.max_requests,
             "version": self._admission.version,
             "paused": self._admission.paused,
             "paused_by": ", ".join(self._control.paused_by),

@@ -76,7 +76,7 @@ class HostLink:
 
     def _endpoint(self) -> str:
         address = parse_address(str(self._config.address))
-        base = address.path or str(self._config.state.root / "run" / f"tcp{address.port}")
+        base = self._config.state.host_base(address)
         parse_address(f"ipc://{base}")
         return f"ipc://{base}.h{self.index}{secrets.token_hex(2)}"
 

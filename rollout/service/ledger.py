@@ -10,7 +10,8 @@ Engine numbers are generation << 24 | row, so late news of a row's former reques
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,9 @@ from rollout.service.token_store import BYTES_PER_TOKEN, KEPT_BYTES_PER_TOKEN, T
 ROW_BITS = 24
 ROW_MASK = (1 << ROW_BITS) - 1
 REMEMBERED_IDS = 200_000
+# Over how many endings, and how many seconds at most, the rate is taken that tells when there may be room again.
+RATE_ENDINGS = 64
+LEAST_RETRY_S, MOST_RETRY_S = 0.05, 30.0
 
 
 @dataclass(slots=True)
@@ -49,17 +53,35 @@ class _Owned:
     """What one session has: records by request id, and the ids that are gone."""
 
     records: dict[bytes, Record] = field(default_factory=dict)
+    open: int = 0
+    reserved_bytes: int = 0
     gone: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+
+_NOTHING = _Owned()
 
 
 class Ledger:
     """Owns records, tokens and counters; see the module."""
 
-    def __init__(self, max_requests: int, max_record_bytes: int) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_record_bytes: int,
+        *,
+        max_client_requests: int | None = None,
+        max_client_record_bytes: int | None = None,
+    ) -> None:
         self.tokens = TokenStore()
         self.counters = Counters()
         self.reserved_bytes = 0
         self._max_requests, self._max_bytes = max_requests, max_record_bytes
+        self._max_client_requests = max_client_requests or max_requests
+        self._max_client_bytes = max_client_record_bytes or max_record_bytes
+        # Failures by the code of their cause, and when the last requests ended.
+        self.failures: Counter[str] = Counter()
+        self._ends: deque[float] = deque(maxlen=RATE_ENDINGS)
+        self._progress_at = np.full(self.tokens.num_rows, np.inf)
         self._rows: list[Record | None] = [None] * self.tokens.num_rows
         self._free_rows = list(range(self.tokens.num_rows - 1, -1, -1))
         self._generation = np.zeros(self.tokens.num_rows, np.int64)
@@ -89,6 +111,29 @@ class Ledger:
         """Tell whether this many more requests with these needs fit the admission limits."""
         fits = self.reserved_bytes + count * needs.num_bytes <= self._max_bytes
         return self._live + self._deciding + count <= self._max_requests and fits
+
+    def client_has_room(self, session: int, needs: Reservation, count: int = 1) -> bool:
+        """Tell whether this many more requests with these needs fit what one client may have."""
+        owned = self._owned.get(session, _NOTHING)
+        fits = owned.reserved_bytes + count * needs.num_bytes <= self._max_client_bytes
+        return owned.open + count <= self._max_client_requests and fits
+
+    def client_load(self, session: int) -> tuple[int, int]:
+        """Return how many requests of a client are open, and how many bytes its records reserve."""
+        owned = self._owned.get(session, _NOTHING)
+        return owned.open, owned.reserved_bytes
+
+    def retry_after_s(self, count: int, now: float) -> float:
+        """Return in how many seconds so many requests will have ended, as the last ones did."""
+        if len(self._ends) < 2:
+            return 1.0
+        per_end_s = max(now - self._ends[0], 1e-6) / len(self._ends)
+        return min(MOST_RETRY_S, max(LEAST_RETRY_S, count * per_end_s))
+
+    def least_recent(self) -> tuple[Record | None, float]:
+        """Return the open or unacknowledged record whose last progress is the longest ago, and when that was."""
+        row = int(np.argmin(self._progress_at))
+        return self._rows[row], float(self._progress_at[row])
 
     def get(self, session: int, request_id: bytes) -> Record | None:
         """Return a session's record, or None."""
@@ -148,7 +193,11 @@ class Ledger:
         self._taking[row], self._keeps[row] = True, needs.keeps
         self.reserved_bytes += record.reserved_bytes
         self._deciding += 1
-        self._owned.setdefault(session, _Owned()).records[request_id] = record
+        self._progress_at[row] = now
+        owned = self._owned.setdefault(session, _Owned())
+        owned.records[request_id] = record
+        owned.open += 1
+        owned.reserved_bytes += record.reserved_bytes
         return record
 
     def _grow(self) -> None:
@@ -157,6 +206,7 @@ class Ledger:
         self._rows.extend([None] * rows)
         self._free_rows.extend(range(2 * rows - 1, rows - 1, -1))
         self._generation = np.concatenate([self._generation, np.zeros(rows, np.int64)])
+        self._progress_at = np.concatenate([self._progress_at, np.full(rows, np.inf)])
         self._taking = np.concatenate([self._taking, np.zeros(rows, bool)])
         self._keeps = np.concatenate([self._keeps, np.zeros(rows, bool)])
 
@@ -201,6 +251,7 @@ class Ledger:
             if not rows.size:
                 return np.empty(0, np.int64)
         self.counters.tokens += int(rows.size)
+        self._progress_at[rows] = time.monotonic()
         return self.tokens.append(rows, tokens, self._keeps[rows])
 
     def end(self, record: Record, terminal: Terminal) -> bool:
@@ -213,12 +264,22 @@ class Ledger:
         self._taking[record.row] = False
         self._live -= 1
         self._held += 1
+        now = time.monotonic()
+        self._ends.append(now)
+        self._progress_at[record.row] = now
+        if terminal.kind == "failed":
+            self.failures[str((terminal.error or {}).get("code", "unknown"))] += 1
         setattr(self.counters, terminal.kind, getattr(self.counters, terminal.kind) + 1)
-        self.reserved_bytes -= record.reserved_bytes
-        record.reserved_bytes = self.tokens.num_bytes(record.row) + record.extra_bytes
-        self.reserved_bytes += record.reserved_bytes
-        if record.session not in self._owned:
+        held_bytes = self.tokens.num_bytes(record.row) + record.extra_bytes
+        released = record.reserved_bytes - held_bytes
+        self.reserved_bytes -= released
+        record.reserved_bytes = held_bytes
+        owned = self._owned.get(record.session)
+        if owned is None:
             self._forget(record)
+        else:
+            owned.open -= 1
+            owned.reserved_bytes -= released
         return True
 
     def acknowledge(self, session: int, request_id: bytes) -> bool:
@@ -252,22 +313,36 @@ class Ledger:
         owned = self._owned.get(record.session)
         if owned is not None and owned.records.get(record.request_id) is record:
             del owned.records[record.request_id]
+            owned.open -= record.state is RecordState.DECIDING
+            owned.reserved_bytes -= record.reserved_bytes
         self.tokens.clear(record.row)
         self.reserved_bytes -= record.reserved_bytes
         self._rows[record.row] = None
         self._taking[record.row] = False
+        self._progress_at[record.row] = np.inf
         self._free_rows.append(record.row)
 
-    def check_integrity(self) -> None:
-        """Assert that counters reconcile and that every row is free or has one record."""
+    def check_counters(self) -> None:
+        """Assert that the counters reconcile; costs nothing."""
         count = self.counters
         assert count.received == count.refused + count.attached + count.accepted, f"received does not reconcile: {count}"
         ended = sum(getattr(count, kind) for kind in KINDS)
         assert count.accepted == self._live + ended, f"accepted does not reconcile: {count}, live {self._live}"
+        assert count.failed == sum(self.failures.values()), f"failures have other causes: {count}, {self.failures}"
+        assert self.reserved_bytes >= 0 and self._deciding >= 0, f"{self.reserved_bytes} bytes, {self._deciding} verdicts"
+
+    def check_integrity(self) -> None:
+        """Assert that counters reconcile and that every row is free or has one record."""
+        self.check_counters()
         states = [record.state for record in self.records()]
         assert states.count(RecordState.LIVE) == self._live, "live records miscounted"
         assert states.count(RecordState.DECIDING) == self._deciding, "deciding records miscounted"
         assert states.count(RecordState.ENDED) == self._held, "held records miscounted"
         assert len(states) + len(self._free_rows) == len(self._rows), "a row is lost"
         assert self.reserved_bytes == sum(record.reserved_bytes for record in self.records()), "reserved bytes do not add up"
+        for owned in self._owned.values():
+            records = owned.records.values()
+            assert owned.open == sum(record.state is not RecordState.ENDED for record in records), "a client's open requests miscounted"
+            assert owned.reserved_bytes == sum(record.reserved_bytes for record in records), "a client's bytes do not add up"
+        assert int(np.isfinite(self._progress_at).sum()) == len(states), "progress of rows without a record"
         self.tokens.check_integrity()

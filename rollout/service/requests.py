@@ -84,6 +84,23 @@ class RequestDesk:
         """Requests that the engine has, its verdict outstanding or not."""
         return sum(record.submitted and record.state is not RecordState.ENDED for record in self._ledger.records())
 
+    @property
+    def engine_owes(self) -> bool:
+        """Whether the engine has a request whose end it has not told."""
+        return self._ledger.live + self._ledger.deciding > len(self._submissions)
+
+    def stage_of(self, record: Record) -> str:
+        """Say where a request stands, and what it waits for."""
+        if record.state is RecordState.ENDED:
+            return "ended; its client has not acknowledged the end"
+        if not record.submitted:
+            return self._admission.waits_for(record)
+        tokens = int(self._ledger.tokens.lengths[record.row])
+        stage = "the engine's verdict is out" if record.state is RecordState.DECIDING else f"{tokens} tokens sampled"
+        if record.killing:
+            return f"in the engine, {stage}, its end was asked for"
+        return f"in the engine, {stage}{', the engine is paused' if self._admission.paused else ''}"
+
     def abort_in_engine(self, detail: str) -> None:
         """Cancel every request that the engine has; each keeps what was sampled and ends in its turn."""
         for record in self._ledger.records():
@@ -122,7 +139,7 @@ class RequestDesk:
             return
         needs = self._admission.needs_of(body, int(arrays["prompt_ids"].size))
         refusal = refusal or self._admission.refusal() or (self._stop_text.refusal(body.stop) if body.stop else None)
-        refusal = refusal or room_refusal(self._ledger, needs, len(fresh))
+        refusal = refusal or room_refusal(self._ledger, session.number, needs, len(fresh), now)
         if refusal is not None:
             self._refuse(session, packet.request_id, refusal, max(1, len(fresh)))
             return

@@ -16,6 +16,7 @@ from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk
 from rollout.service.host_link import BadMessage, HostLink
+from rollout.service.host_probe import HostProbe
 from rollout.service.metrics import FrontMetrics
 from rollout.service.requests import RequestDesk
 from rollout.wire.codec import NO_REQUEST, Packet
@@ -43,22 +44,25 @@ class Supervisor:
         *,
         initial_version: int,
         max_restarts: int,
+        probe: HostProbe,
         on_event: OnEvent,
     ) -> None:
         self._link, self._calls, self._requests, self._control = link, calls, requests, control
         self._admission, self._metrics, self._on_event = admission, metrics, on_event
-        self._initial_version, self._max_restarts = initial_version, max_restarts
+        self._initial_version, self._max_restarts, self._probe = initial_version, max_restarts, probe
         self._starts: list[float] = []
         self._cause: RolloutError | None = None
         self.facts: EngineFacts | None = None
         self.failure: RolloutError | None = None
-        self.was_ready = False
+        self.was_ready = self.loading = False
 
     def start(self) -> None:
         """Start a host."""
         self._metrics.host_starts += 1
         self._starts.append(time.monotonic())
         self._cause = None
+        self.loading = False
+        self._probe.forget()
         self._link.start(self._initial_version, self._control.lost)
 
     def drain(self) -> None:
@@ -67,6 +71,7 @@ class Supervisor:
             packet = self._link.receive()
             if packet is None:
                 break
+            self._probe.heard(time.monotonic())
             if isinstance(packet, BadMessage):
                 self._bad_message(packet)
             else:
@@ -74,6 +79,19 @@ class Supervisor:
         status = self._link.exited()
         if status is not None:
             self._exited(status)
+
+    def advance(self, now: float) -> float | None:
+        """Kill a host that gives no sign of life though one is due; return when to look again."""
+        if self.failure is not None:
+            return None
+        expected = self._requests.engine_owes or bool(len(self._calls))
+        cause, again = self._probe.judge(now, loading=not self._admission.ready, expected=expected)
+        if cause is not None:
+            log.error("%s", cause)
+            self._cause = cause
+            self._probe.forget()
+            self._link.kill()
+        return again
 
     def _bad_message(self, bad: BadMessage) -> None:
         """Fail the call that got a broken answer; a broken step has lost tokens, so its host cannot go on."""
@@ -90,6 +108,8 @@ class Supervisor:
             self._requests.take_step(packet)
         elif isinstance(body, HostReady):
             self._ready(body)
+        elif packet.op is Op.HOST_LOADING:
+            self.loading = True
         elif isinstance(body, HostFailedBody):
             error = body.error
             self._cause = RolloutError(
@@ -100,7 +120,8 @@ class Supervisor:
 
     def _ready(self, body: HostReady) -> None:
         self.facts = body.engine
-        self._admission.ready = True
+        self._admission.ready, self.loading = True, False
+        self._probe.forget()
         self._admission.max_model_len = body.engine.max_model_len
         self._control.host_ready(body.version)
         self._requests.submit_held()

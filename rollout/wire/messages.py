@@ -74,6 +74,7 @@ class Op(enum.IntEnum):
     UPDATE_OPEN = 86
     EXPECT_RETURN = 87
     END_HINTS = 88
+    HOST_LOADING = 89
 
 
 EndingKind = Literal["stop", "length", "cancelled", "expired", "failed"]
@@ -101,6 +102,7 @@ class ErrorBody(Message):
     value: Scalar = None
     limit: Text | None = None
     remedy: Text | None = None
+    retry_after_s: float | None = None
 
 
 class Hello(Message):
@@ -532,6 +534,7 @@ MODELS: Mapping[Op, type[Message]] = {
     Op.EVALUATE_END: EvaluateEnd,
     Op.SLEEP: Sleep,
     Op.WAKE: Nothing,
+    Op.HOST_LOADING: Nothing,
     Op.HOST_READY: HostReady,
     Op.HOST_FAILED: HostFailed,
     Op.SUBMIT: Submit,
@@ -696,7 +699,18 @@ HOST_REQUESTS = frozenset(
     }
 )
 HOST_REPLIES = frozenset(
-    {Op.HOST_READY, Op.HOST_FAILED, Op.STEP, Op.ERROR, Op.DONE, Op.CANCEL_RESULT, Op.SCORED, Op.STATS_RESULT, Op.WEIGHTS_REPORT}
+    {
+        Op.HOST_LOADING,
+        Op.HOST_READY,
+        Op.HOST_FAILED,
+        Op.STEP,
+        Op.ERROR,
+        Op.DONE,
+        Op.CANCEL_RESULT,
+        Op.SCORED,
+        Op.STATS_RESULT,
+        Op.WEIGHTS_REPORT,
+    }
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.errors import InvalidRequest, RolloutError, error_class
+from rollout.errors import Busy, InvalidRequest, RolloutError, error_class, error_fields, error_from_fields
 from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
 from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, MODELS, Op
 
@@ -21,7 +21,7 @@ OPERATIONS = {
     "WEIGHTS_STAGE_BUCKET": 57, "WEIGHTS_JOIN_GROUP": 58,
     "EVALUATE_BEGIN": 60, "EVALUATION": 61, "EVALUATE_END": 62, "SLEEP": 63, "WAKE": 64,
     "HOST_READY": 80, "HOST_FAILED": 81, "SUBMIT": 82, "STEP": 83, "STEP_ACK": 84, "KILL": 85, "UPDATE_OPEN": 86,
-    "EXPECT_RETURN": 87, "END_HINTS": 88,
+    "EXPECT_RETURN": 87, "END_HINTS": 88, "HOST_LOADING": 89,
 }  # fmt: skip
 
 CODES = [
@@ -35,6 +35,11 @@ CODES = [
     "weights_file_refused", "weights_unchanged",
 ]  # fmt: skip
 
+BUSY_BYTES = [
+    "01000600000102030405060708090a0b0c0d0e0f",
+    "9284a4636f6465a462757379a477686174a466756c6ca56c696d6974d928746865207365727669636527732061646d697373696f6e206c696d69742069732072"
+    "656163686564ad72657472795f61667465725f73cb3fe000000000000090",
+]
 GROUP_BYTES = [
     "01001800000102030405060708090a0b0c0d0e0f",
     (
@@ -105,6 +110,15 @@ def test_what_an_engine_is_has_these_bytes() -> None:
         "ad6465636f64655f7461626c6573a87265736964656e74b0726573756c745f7472616e73706f7274a4686f7374b7726573756c745f7472616e73706f7274"
         "5f726561736f6ea172ae6e756d5f706172616d6574657273cd012ca2747002a776657273696f6e0190",
     ]
+
+
+def test_a_busy_error_has_these_bytes() -> None:
+    busy = Busy("full", limit="the service's admission limit is reached")
+    busy.retry_after_s = 0.5
+    frames = encode(Op.ERROR, REQUEST_ID, error_fields(busy))
+    assert _hex(frames) == BUSY_BYTES
+    again = error_from_fields(decode([bytes(frame) for frame in frames], CLIENT_REPLIES).body.model_dump())
+    assert isinstance(again, Busy) and again.retry_after_s == 0.5
 
 
 def test_a_generation_has_these_bytes() -> None:
