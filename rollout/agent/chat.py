@@ -19,13 +19,16 @@ import numpy as np
 from rollout.agent.call_forms import form_of_template
 from rollout.agent.controls import ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
+from rollout.agent.families import Piece
 from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
+from rollout.agent.renderer import prove_renderer
 from rollout.tokenizer_files import tokenizer_digest
 
 Message = Mapping[str, Any]
 
 # Of the files that a service sends, those that say how text becomes ids.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+HISTORIES = ("template", "append")
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 
 
@@ -42,6 +45,10 @@ class ChatFormat:
 
     `template_kwargs` go to every rendering (for example `enable_thinking=False`). Text of the roles in `trusted_roles`, written
     by the program's author or sampled by the model, may hold control tokens; text of every other role may not.
+
+    `history` says what becomes of earlier turns where the template would write them anew (drop their thinking, add empty think blocks):
+    "template" follows it, in a new row; "append" leaves them as they were sampled, in one row. `renderer` is what is known of the
+    template's family, None if it is of no known one.
     """
 
     __slots__ = (
@@ -51,7 +58,10 @@ class ChatFormat:
         "_tokenizer",
         "_wrapper",
         "call_form",
+        "end_of_turn",
         "end_of_turn_id",
+        "history",
+        "renderer",
         "template",
         "tokenizer_digest",
         "trusted_roles",
@@ -63,6 +73,7 @@ class ChatFormat:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         trusted_roles: Iterable[str] = TRUSTED_ROLES,
+        history: str = "template",
     ):
         """Load the tokenizer and its template. Raises: ChatFormatError."""
         from tokenizers import Tokenizer
@@ -89,6 +100,9 @@ class ChatFormat:
         added = self._tokenizer.encode("", add_special_tokens=True).ids
         self._bos: int | None = bos if bos is not None and added[:1] == [bos] else None
         self.end_of_turn_id = self._find_end_of_turn()
+        self.end_of_turn = None if self.end_of_turn_id is None else self.decode([self.end_of_turn_id])
+        self.history = _checked_history(history)
+        self.renderer = prove_renderer(self.render) if self.template is not None else None
 
     @classmethod
     def from_folder(cls, folder: str | Path, **options: Any) -> ChatFormat:
@@ -148,9 +162,10 @@ class ChatFormat:
 
     def _marked(self, message: Message, placeholders: Placeholders) -> dict[str, Any]:
         clean = _clean(message)
-        return clean if self._trusts(clean) else placeholders.mark(clean)
+        return clean if self.trusts(clean) else placeholders.mark(clean)
 
-    def _trusts(self, message: Message) -> bool:
+    def trusts(self, message: Message) -> bool:
+        """Return whether a message's text may hold control tokens."""
         role = message.get("role")
         return isinstance(role, str) and role in self.trusted_roles
 
@@ -187,7 +202,7 @@ class ChatFormat:
         renderings: list[str] = []
         for keep_words in (False, True):
             stand_ins = StandIns(self._controls.contents, keep_words=keep_words)
-            copies = [message if self._trusts(message) else stand_ins.of(message) for message in messages]
+            copies = [message if self.trusts(message) else stand_ins.of(message) for message in messages]
             try:
                 marked = self.render(copies, tools=stand_ins.of(tools), add_generation_prompt=add_generation_prompt)
             except ChatFormatError:
@@ -198,6 +213,17 @@ class ChatFormat:
             renderings.append(marked)
         refuse_unless_same(text, renderings, self._controls)
         return text
+
+    def join_pieces(self, pieces: Sequence[Piece], placeholders: Placeholders) -> str:
+        """Return pieces of the template's own words and of untrusted text as one, with the control texts hidden that they spell together.
+
+        Raises: UntrustedControlToken.
+        """
+        text = "".join(piece for piece, _ in pieces)
+        stand_in = StandIns(self._controls.contents, keep_words=False).mark
+        marked = "".join(stand_in * len(piece) if untrusted else piece for piece, untrusted in pieces)
+        untrusted = np.repeat(np.array([untrusted for _, untrusted in pieces], np.bool_), [len(piece) for piece, _ in pieces])
+        return hide_joined(text, marked, untrusted, self._controls, placeholders)
 
     def encode_rendered(self, text: str, placeholders: Placeholders) -> np.ndarray:
         """Return the ids of text rendered from marked messages, int32 [n]. Raises: UntrustedControlToken."""
@@ -215,6 +241,18 @@ class ChatFormat:
             return None
         first = self._controls.encode_trusted(after)[:1] if found else []
         return first[0] if first and first[0] in self._controls.ids else None
+
+
+def _checked_history(history: str) -> str:
+    if history not in HISTORIES:
+        raise ChatFormatError(
+            f"history={history!r}",
+            field="history",
+            value=history,
+            limit=f"one of {', '.join(HISTORIES)}",
+            remedy='leave it out to follow the template, or pass history="append" to keep every turn as it was sampled',
+        )
+    return history
 
 
 def _clean(value: Any) -> Any:

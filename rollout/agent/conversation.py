@@ -3,10 +3,12 @@
     rendered now = the row's text + the last reply + what the template adds after it       (replies: decoded to compare only)
     the row      = the row's ids  + sampled ids    + encode(what the template adds)
 
-After each turn the whole conversation is rendered again. If it begins with the row's text (up to whitespace: some templates
+Where the model's template is of a known family and leaves the row's replies as they are (`renderer.py`), what it adds is written by the
+family's renderer. Otherwise the whole conversation is rendered again. If it begins with the row's text (up to whitespace: some templates
 trim replies), the rest is the end of turn, the separator, the new messages and the generation prompt, and only this is
 encoded. Otherwise the template rewrote history (dropped thinking, added empty think blocks): the conversation forks, and the
-new row's prompt is the rewritten history, in which what survives of a reply keeps its sampled ids.
+new row's prompt is the rewritten history, in which what survives of a reply keeps its sampled ids. A format with `history="append"` never
+forks: what the template adds after a turn is appended, whatever it would make of earlier ones.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import numpy as np
 
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.errors import ChatFormatError
+from rollout.agent.families import Piece
+from rollout.agent.renderer import ReplyShape, opens_thinking, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +43,22 @@ class _Reply:
     end_id: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Characters start to end of a reply's text."""
+
+    reply: _Reply
+    start: int
+    end: int
+
+
 class Conversation:
     """Messages and sampled replies of one episode, and the text of its current row up to the last reply.
 
     `start`, then `add_reply` and `extend` in turn. One owner: the episode.
     """
 
-    __slots__ = ("_format", "_messages", "_placeholders", "_replies", "_row_text", "_tools")
+    __slots__ = ("_format", "_messages", "_placeholders", "_replies", "_row_text", "_shapes", "_thinking_open", "_tools")
 
     def __init__(self, chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None):
         self._format = chat_format
@@ -53,12 +66,15 @@ class Conversation:
         self._messages = chat_format.mark(messages, self._placeholders)
         self._tools = self._placeholders.mark(list(tools)) if tools else None
         self._replies: list[_Reply] = []
-        self._row_text = ""
+        self._row_text: list[str] = []
+        self._shapes: set[ReplyShape] = set()
+        self._thinking_open = chat_format.renderer is not None and opens_thinking(chat_format.renderer.generation_prompt)
 
     def start(self) -> np.ndarray:
         """Return the ids of the first prompt, int32 [n]. Raises: ChatFormatError, UntrustedControlToken."""
-        self._row_text = self._render(self._messages)
-        return self._encode(self._row_text)
+        text = self._render(self._messages)
+        self._row_text = [text]
+        return self._encode(text)
 
     def add_reply(self, ids: np.ndarray, *, end_id: int | None) -> str:
         """Take a sampled turn and return its text; `end_id`, its last id if that ended it, is no part of the text."""
@@ -66,20 +82,64 @@ class Conversation:
         text = self._format.decode(inner)
         self._replies.append(_Reply(len(self._messages), inner, text, end_id))
         self._messages.append({"role": "assistant", "content": text})
+        self._shapes.add(shape_of(text, thinking_open=self._thinking_open))
         return text
 
     def extend(self, messages: Sequence[Message]) -> Continuation:
         """Add what the environment says after the last turn. Raises: ChatFormatError (nothing has changed then)."""
-        grown = self._messages + self._format.mark(messages, self._placeholders)
-        text = self._render(grown)
-        last = self._replies[-1] if self._replies else None
-        added = _rest(text, self._row_text, last.text if last else "")
-        forks = added is None
-        ids = self._rewritten(grown, text) if added is None else self._encode(added)
-        if not forks and last and last.end_id is not None and len(ids) and int(ids[0]) == last.end_id:
-            ids = ids[1:]  # the policy sampled it
-        self._messages, self._row_text = grown, text
+        marked = self._format.mark(messages, self._placeholders)
+        grown = self._messages + marked
+        added = self._added(marked)
+        if added is not None:
+            ids, forks = self._without_end(self._encode(added)), False
+            self._row_text += [self._replies[-1].text, added]
+        else:
+            text = self._render(grown)
+            reply = self._replies[-1].text if self._replies else ""
+            rest = _rest(text, "".join(self._row_text), reply, self._format.end_of_turn)
+            forks = rest is None
+            ids = self._rewritten(grown, text) if rest is None else self._without_end(self._encode(rest))
+            self._row_text = [text]
+            self._shapes = (set() if rest is None else self._shapes) | self._thinking_in(text if rest is None else rest)
+        self._messages = grown
         return Continuation(ids=ids, forks=forks)
+
+    def _added(self, marked: Sequence[Message]) -> str | None:
+        """Return what the template adds where that is known without rendering history, None where it is not."""
+        renderer = self._format.renderer
+        if not self._replies:
+            return None
+        appends = self._format.history == "append"
+        if renderer is not None and (appends or renderer.keeps(frozenset(self._shapes), marked)):
+            pieces = renderer.after_turn(marked)
+            if pieces is not None:
+                return self._format.join_pieces(self._of_untrusted(pieces, marked), self._placeholders)
+        return self._added_to_any_reply(marked) if appends else None
+
+    def _of_untrusted(self, pieces: Sequence[Piece], marked: Sequence[Message]) -> list[Piece]:
+        """Return the pieces with contents of trusted roles counted as the template's own words."""
+        trusted = iter([self._format.trusts(message) for message in marked])
+        return [(text, content and not next(trusted)) for text, content in pieces]
+
+    def _added_to_any_reply(self, marked: Sequence[Message]) -> str:
+        """Return what the template writes of `marked` behind a reply, whichever it is."""
+        name = self._placeholders.reply(0)
+        talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": name}, *marked]
+        _, found, added = self._render(talk).partition(name)
+        if not found or name in added:
+            raise _unusable("writes a reply not at all or more than once")
+        return added
+
+    def _without_end(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids without the end of turn that the policy sampled itself."""
+        end_id = self._replies[-1].end_id if self._replies else None
+        return ids[1:] if end_id is not None and len(ids) and int(ids[0]) == end_id else ids
+
+    def _thinking_in(self, rendered: str) -> set[ReplyShape]:
+        """Return what thinking in text that the template wrote means for the row: that only a full rendering can say what stays of it."""
+        renderer = self._format.renderer
+        own = rendered.removesuffix(renderer.generation_prompt) if renderer else rendered
+        return {"odd"} if "think>" in own else set()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -101,41 +161,49 @@ class Conversation:
 
     def _rewritten(self, messages: list[dict[str, Any]], text: str) -> np.ndarray:
         """Return the ids of rewritten history: the template's text encoded, surviving replies by their sampled ids."""
-        outside, present = self._around_replies(messages)
-        parts = [self._encode(outside[0])]
-        for reply, kept, after in zip(present, _between(text, outside), outside[1:]):
-            parts += [self._surviving_ids(reply, kept), self._encode(after)]
-        return np.concatenate(parts)
+        try:
+            outside, present = self._around(messages, [_Part(reply, 0, len(reply.text)) for reply in self._replies])
+            kept = _between(text, outside)
+        except ChatFormatError:
+            # The template treats replies with thinking unlike those without, so what stands in for them must think as they do.
+            outside, present = self._around(messages, [part for reply in self._replies for part in _parts(reply)])
+            kept = _between(text, outside)
+        ids = [self._encode(outside[0])]
+        for part, found, after in zip(present, kept, outside[1:]):
+            ids += [self._surviving_ids(part, found), self._encode(after)]
+        return np.concatenate(ids)
 
-    def _around_replies(self, messages: list[dict[str, Any]]) -> tuple[list[str], list[_Reply]]:
-        """Return the rendered texts before, between and after the replies, and the replies that the template shows at all."""
-        names = [self._placeholders.reply(number) for number in range(len(self._replies))]
+    def _around(self, messages: list[dict[str, Any]], parts: Sequence[_Part]) -> tuple[list[str], list[_Part]]:
+        """Return the rendered texts before, between and after parts of replies, and the parts that the template shows at all."""
+        names = [self._placeholders.reply(number) for number in range(len(parts))]
         stand_ins = list(messages)
-        for name, reply in zip(names, self._replies):
-            stand_ins[reply.place] = {"role": "assistant", "content": name}
+        for reply in self._replies:
+            stand_ins[reply.place] = {"role": "assistant", "content": _with_names(reply, parts, names)}
         rest = self._render(stand_ins)
         outside: list[str] = []
-        present: list[_Reply] = []
-        for name, reply in zip(names, self._replies):
+        present: list[_Part] = []
+        for name, part in zip(names, parts):
             before, found, after = rest.partition(name)
             if found:
                 outside.append(before)
-                present.append(reply)
+                present.append(part)
                 rest = after
         outside.append(rest)
         if any(name in text for name in names for text in outside):
-            raise _unusable("writes a reply more than once or out of order")
+            raise _unusable("rewrites history and writes a reply more than once or out of order")
         return outside, present
 
-    def _surviving_ids(self, reply: _Reply, kept: str) -> np.ndarray:
-        """Return ids for what a template kept of a reply."""
-        if "".join(kept.split()) == "".join(reply.text.split()):
-            return reply.ids
+    def _surviving_ids(self, part: _Part, kept: str) -> np.ndarray:
+        """Return ids for what a template kept of a part of a reply."""
+        reply, own = part.reply, part.reply.text[part.start : part.end]
+        if "".join(kept.split()) == "".join(own.split()):
+            return reply.ids if own == reply.text else self._slice(reply, part.start, part.end)
         core = kept.strip()
-        at = reply.text.rfind(core)
+        at = own.rfind(core)
         if at < 0:
-            shared = _common_suffix(kept, reply.text)
-            core, at = kept[len(kept) - shared :], len(reply.text) - shared
+            shared = _common_suffix(kept, own)
+            core, at = kept[len(kept) - shared :], len(own) - shared
+        at += part.start
         lead, _, trail = kept.rpartition(core) if core else (kept, "", "")
         parts = [self._encode(lead), self._slice(reply, at, at + len(core)), self._encode(trail)]
         return np.concatenate(parts)
@@ -153,13 +221,41 @@ class Conversation:
         return np.concatenate([self._format.fragment_ids(lead), middle, self._format.fragment_ids(trail)])
 
 
-def _rest(text: str, row_text: str, reply: str) -> str | None:
-    """Return what follows the row and its last reply in `text`, comparing up to whitespace; None if it does not begin so."""
-    if text.startswith(row_text + reply):
-        return text[len(row_text) + len(reply) :]
-    rest = _after(text[len(row_text) :], reply) if text.startswith(row_text) else _after(text, row_text + reply)
-    blank = reply[len(reply.rstrip()) :]
-    return rest[len(blank) :] if rest is not None and rest.startswith(blank) else rest
+def _parts(reply: _Reply) -> list[_Part]:
+    """Return what stands before, between and behind the thinking tags of a reply, without whitespace at the edges."""
+    edges = [0, *(place for tag in re.finditer("</?think>", reply.text) for place in tag.span()), len(reply.text)]
+    parts = []
+    for start, end in zip(edges[::2], edges[1::2]):
+        text = reply.text[start:end]
+        if text.strip():
+            parts.append(_Part(reply, start + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())))
+    return parts
+
+
+def _with_names(reply: _Reply, parts: Sequence[_Part], names: Sequence[str]) -> str:
+    """Return a reply's text with names in place of its parts."""
+    shown, at = [], 0
+    for part, name in zip(parts, names):
+        if part.reply is reply:
+            shown += [reply.text[at : part.start], name]
+            at = part.end
+    return "".join([*shown, reply.text[at:]])
+
+
+def _rest(text: str, row_text: str, reply: str, end: str | None) -> str | None:
+    """Return what follows the row and its last reply in `text`, comparing up to whitespace; None if it does not begin so.
+
+    Whitespace at the reply's end that the template wrote in its own way, before `end`, is the reply's.
+    """
+    before = row_text + reply
+    if text.startswith(before):
+        return text[len(before) :]
+    whole = text.startswith(row_text)
+    rest = _after(text[len(row_text) :], reply) if whole else _after(text, before)
+    blank = reply[len(reply.rstrip()) :] if whole else before[len(before.rstrip()) :]
+    if rest is None or not blank:
+        return rest
+    return rest.lstrip() if end and rest.lstrip().startswith(end) else rest.removeprefix(blank)
 
 
 def _after(text: str, beginning: str) -> str | None:
@@ -178,13 +274,13 @@ def _between(text: str, outside: Sequence[str]) -> list[str]:
     """Return what stands in `text` between the given outside texts, in order."""
     first, *others = outside
     if not text.startswith(first) or not text.endswith(outside[-1]):
-        raise _unusable("changes its own text with the content of a reply")
+        raise _unusable("rewrites history and changes its own text with the content of a reply")
     kept: list[str] = []
     at = len(first)
     for number, after in enumerate(others):
         found = text.find(after, at) if number < len(others) - 1 else len(text) - len(after)
         if found < at:
-            raise _unusable("changes its own text with the content of a reply")
+            raise _unusable("rewrites history and changes its own text with the content of a reply")
         kept.append(text[at:found])
         at = found + len(after)
     return kept
@@ -201,7 +297,7 @@ def _common_suffix(left: str, right: str) -> int:
 
 def _unusable(what: str) -> ChatFormatError:
     return ChatFormatError(
-        f"the chat template rewrites history and {what}",
+        f"the chat template {what}",
         field="chat_template",
         limit="a new row needs each reply at most once, in its place, in text that does not depend on it",
         remedy="use a template that keeps history, or one episode for each turn",
