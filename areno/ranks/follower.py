@@ -53,8 +53,7 @@ class Follower:
         print(f"areno: {error}", file=sys.stderr, flush=True)
         if not ended and self._plan.dedicated and os.getppid() == self._plan.leader_pid:
             os.kill(self._plan.leader_pid, signal.SIGKILL)
-        if ended:
-            shutil.rmtree(self._plan.folder, ignore_errors=True)
+        shutil.rmtree(self._plan.folder, ignore_errors=True)
         os._exit(EXIT_ORPHANED)
 
     def run(self) -> int:

@@ -40,7 +40,7 @@ class OpenUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePiece:
-    """Elements `start` to `start + count` of a tensor of `shape`, flat, lie in bulk slot `slot`.
+    """Elements `start` to `start + count` of a tensor of `shape`, flat, lie in bulk slot `slot`; at -1 the group's next broadcast has them.
 
     `whole` says that the tensor was staged whole: its pieces come in order, and it is staged with the one that ends it.
     Otherwise the piece is a slice and staged as one.

@@ -10,11 +10,13 @@ object: they end with its `close`, with it, with the interpreter, and with this 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,9 +32,9 @@ from areno.ranks.answers import Answer, get_answer, get_state, has_answered
 from areno.ranks.identity import checkpoint_identity, code_identity
 from areno.ranks.log import LogWriter
 from areno.ranks.plan import RankPlan
-from areno.ranks.segment import BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
+from areno.ranks.segment import BROADCAST, BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
 from areno.ranks.state_check import compare_states
-from areno.ranks.watch import RankWatch, WatchLimits
+from areno.ranks.watch import EXIT_FAILED, RankWatch, WatchLimits
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +43,18 @@ if TYPE_CHECKING:
 
 FOLLOWER = "areno.ranks.follower"
 MEET_S = 120.0
+BROADCAST_BYTES = 64 << 20
 _LOST_IS_SEEN_S = 5.0
 _STOP_S = 5.0
+_TELL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersPlan:
     """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
 
-    `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. `module` is what follows.
+    `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. With
+    `broadcasts` weights go from device to device. `module` is what follows.
     """
 
     model: Path
@@ -60,6 +65,7 @@ class PeersPlan:
     stall_s: float
     threads: int
     dedicated: bool = False
+    broadcasts: bool = False
     sizes: SegmentSizes | None = None
     module: str = FOLLOWER
 
@@ -72,6 +78,7 @@ class Peers:
         self.failure: ArenoError | None = None
         self._group: TPGroup | None = None
         self._close_by: float | None = None
+        self._told = threading.Event()
         self._segment = LogSegment.create(plan.sizes or SegmentSizes(world=self.size))
         self._events = {rank: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for rank in range(1, self.size)}
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -180,6 +187,7 @@ class Peers:
     def check(self) -> None:
         """Raise what a lost rank left. Raises: EngineFailure; while the ranks start, what one of them refused."""
         if self.failure is not None:
+            self._told.set()
             raise self.failure
         if self._close_by is not None and time.monotonic() > self._close_by:
             raise EngineFailure(f"the ranks did not end within {_STOP_S:g} s", field="tp", remedy="they are killed")
@@ -211,6 +219,7 @@ class Peers:
                 # The others are in the middle of what rank 0 did not finish.
                 self.fail(_failure_of(error))
             assert self.failure is not None, "a failure is remembered"
+            self._told.set()
             if self.failure is error:
                 raise
             raise self.failure from error
@@ -223,28 +232,42 @@ class Peers:
         return self.failure is not None
 
     def stage(self, name: str, tensor: torch.Tensor, *, start: int, shape: tuple[int, ...], whole: bool) -> None:
-        """Pass elements `start` and on of a tensor of `shape`, flat, through the bulk slots. Blocks: for ranks that are behind."""
-        import torch
+        """Pass elements `start` and on of a tensor of `shape`, flat, to all ranks: through the bulk slots, or by broadcasts.
 
+        Blocks: for ranks that are behind. Raises: EngineFailure.
+        """
         flat = tensor.detach().reshape(-1)
-        room = self._segment.sizes.bulk_bytes // flat.element_size()
+        room = (BROADCAST_BYTES if self._plan.broadcasts else self._segment.sizes.bulk_bytes) // flat.element_size()
         for begin in range(0, max(flat.numel(), 1), room):
             part = flat[begin : begin + room]
-            slot, self._bulk_next = self._bulk_next, (self._bulk_next + 1) % BULK_SLOTS
-            self._writer.wait(lambda used=self._bulk_used[slot]: self._writer.executed(used))  # type: ignore[misc]
-            if part.numel():
-                torch.frombuffer(self._segment.bulk(slot), dtype=part.dtype, count=part.numel()).copy_(part)
-            self._bulk_used[slot] = self.tell(
-                ops.StagePiece(
-                    name=name,
-                    dtype=str(part.dtype).removeprefix("torch."),
-                    shape=np.array(shape, np.int64),
-                    start=start + begin,
-                    count=part.numel(),
-                    slot=slot,
-                    whole=whole,
-                )
+            piece = ops.StagePiece(
+                name=name,
+                dtype=str(part.dtype).removeprefix("torch."),
+                shape=np.array(shape, np.int64),
+                start=start + begin,
+                count=part.numel(),
+                slot=BROADCAST,
+                whole=whole,
             )
+            if self._plan.broadcasts:
+                self._broadcast(piece, part)
+            else:
+                self._put_in_slot(piece, part)
+
+    def _broadcast(self, piece: ops.StagePiece, part: torch.Tensor) -> None:
+        assert self._group is not None, "ranks meet before weights come"
+        with self.together():
+            self.tell(piece)
+            self._group.broadcast_(part.to(self._group.device).contiguous())
+
+    def _put_in_slot(self, piece: ops.StagePiece, part: torch.Tensor) -> None:
+        import torch
+
+        slot, self._bulk_next = self._bulk_next, (self._bulk_next + 1) % BULK_SLOTS
+        self._writer.wait(lambda: self._writer.executed(self._bulk_used[slot]))
+        if piece.count:
+            torch.frombuffer(self._segment.bulk(slot), dtype=part.dtype, count=piece.count).copy_(part)
+        self._bulk_used[slot] = self.tell(dataclasses.replace(piece, slot=slot))
 
     def begin_check(self, state_of: Callable[[], np.ndarray]) -> None:
         """Ask every rank for the state of its rows, to be compared when the answers are there; one check at a time."""
@@ -283,10 +306,18 @@ class Peers:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        if self._group is not None:
-            self._group.abort()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self.lost_fd, 1)
+        if self._plan.dedicated and threading.current_thread() is not threading.main_thread():
+            threading.Thread(target=self._end_unless_told, args=(error,), name="rank-lost", daemon=True).start()
+        if self._group is not None:
+            self._group.abort()
+
+    def _end_unless_told(self, error: ArenoError) -> None:
+        """End a process that does nothing else, if its engine waits on in something that a lost rank will never do."""
+        if not self._told.wait(_TELL_S):
+            print(f"areno: {error}; rank 0 waits in vain and is ended", file=sys.stderr, flush=True)
+            os._exit(EXIT_FAILED)
 
     def close(self) -> None:
         """End the ranks: ask, wait, then kill. Repeatable. Blocks: at most some seconds."""

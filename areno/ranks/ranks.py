@@ -122,6 +122,7 @@ def start_ranks(config: EngineConfig, device: torch.device, *, dedicated: bool) 
         # A process of its own has set its part of the threads; any other one has all of them.
         threads=torch.get_num_threads() if dedicated else max(1, torch.get_num_threads() // config.tp),
         dedicated=dedicated,
+        broadcasts=device.type == "cuda",
     )
     return Peers(plan)
 

@@ -24,6 +24,8 @@ LAYOUT = 1
 MAGIC = int.from_bytes(b"arenolog", "little")
 BLOCK_BYTES = 4096
 BULK_SLOTS = 2
+BROADCAST = -1
+"""Stands for a bulk slot where the bytes come by a broadcast of the group."""
 _WORDS = BLOCK_BYTES // 8
 
 

@@ -23,7 +23,7 @@ from areno.parallel import TPGroup
 from areno.rank import Rank, build_rank, fill_randomly
 from areno.ranks import operations as ops
 from areno.ranks.answers import Answer
-from areno.ranks.segment import LogSegment
+from areno.ranks.segment import BROADCAST, LogSegment
 from areno.ranks.state_check import state_of
 from areno.sampling.variant import Variant
 from areno.weights.load import load_checkpoint
@@ -124,19 +124,28 @@ class Share:
     def _stage_piece(self, entry: ops.StagePiece) -> None:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         shape = tuple(entry.shape.tolist())
-        values = (
-            torch.frombuffer(self._segment.bulk(entry.slot), dtype=dtype, count=entry.count) if entry.count else torch.empty(0, dtype=dtype)
-        )
         if not entry.whole:
-            # The bulk slot is written again once this entry is done, and copies of a device may come later.
-            self._open.stage_slice(entry.name, values.clone(), start=entry.start, spec=TensorSpec(entry.dtype, shape))
+            # Memory of its own: copies of a device may come later, and a bulk slot is written again once this entry is done.
+            values = self._receive(entry, torch.empty(entry.count, dtype=dtype, device=self._lands_on(entry)))
+            self._open.stage_slice(entry.name, values, start=entry.start, spec=TensorSpec(entry.dtype, shape))
             return
         size = int(np.prod(entry.shape, dtype=np.int64))
         if entry.start == 0:
-            self._pieces[entry.name] = torch.empty(size, dtype=dtype)
-        self._pieces[entry.name][entry.start : entry.start + entry.count] = values
+            self._pieces[entry.name] = torch.empty(size, dtype=dtype, device=self._lands_on(entry))
+        self._receive(entry, self._pieces[entry.name][entry.start : entry.start + entry.count])
         if entry.start + entry.count == size:
             self._open.stage(entry.name, self._pieces.pop(entry.name).view(shape))
+
+    def _lands_on(self, entry: ops.StagePiece) -> torch.device:
+        return self._device if entry.slot == BROADCAST else torch.device("cpu")
+
+    def _receive(self, entry: ops.StagePiece, target: torch.Tensor) -> torch.Tensor:
+        """Fill `target` with a piece and return it."""
+        if entry.slot == BROADCAST:
+            return self._group.broadcast_(target)
+        if not entry.count:
+            return target
+        return target.copy_(torch.frombuffer(self._segment.bulk(entry.slot), dtype=target.dtype, count=entry.count))
 
     def _verify(self, entry: ops.VerifyUpdate) -> None:
         with torch.inference_mode():

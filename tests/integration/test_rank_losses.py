@@ -144,6 +144,17 @@ def test_a_lost_rank_0_leaves_no_other_rank(folder: Path, how: signal.Signals, m
     assert "ends: rank 0 has ended" in said if how == signal.SIGKILL else "rank 0 has shown no sign of life" in said
 
 
+def test_a_rank_0_that_waits_in_vain_for_a_lost_rank_is_ended_with_the_reason(folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.rank_zero", str(folder), "dedicated", "deaf"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as zero:
+        assert zero.stdout is not None
+        pids = [int(pid) for pid in json.loads(zero.stdout.readline()).values()]
+        os.kill(pids[1], signal.SIGKILL)
+        said = zero.communicate(timeout=10.0)[1]
+    assert zero.returncode == 4 and f"rank 2 (pid {pids[1]}) was killed by SIGKILL" in said and "waits in vain" in said
+    wait_until(lambda: not any(alive(pid) for pid in pids), 2.0)
+
+
 def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry(start: Callable[..., Peers]) -> None:
     peers = start(stall_s=1.0)
     peers.meet()
