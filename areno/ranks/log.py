@@ -36,7 +36,10 @@ def is_launch(entry: Entry) -> bool:
 
 
 class LogWriter:
-    """The first rank's end. `events` wake readers by rank; `check` raises when a rank is lost, and is asked while waiting."""
+    """The first rank's end. `events` wake readers by rank; `check` raises when a rank is lost, and is asked while waiting.
+
+    `waited_s` adds up the time in which readers that were behind held the writer back.
+    """
 
     def __init__(self, segment: LogSegment, events: Mapping[int, int], *, launches_ahead: int, check: Callable[[], None]) -> None:
         self._segment, self._events, self._check = segment, events, check
@@ -54,7 +57,7 @@ class LogWriter:
         self._check()
         launch = is_launch(entry)
         if launch:
-            self.wait(lambda: self._slowest(Own.LAUNCHES) >= self._launches - self.launches_ahead)
+            self._hold_back(lambda: self._slowest(Own.LAUNCHES) >= self._launches - self.launches_ahead)
         kind, body = pack(entry)
         for begin in range(0, max(len(body), 1), RECORD_PAYLOAD):
             self._write(kind, body[begin : begin + RECORD_PAYLOAD], last=begin + RECORD_PAYLOAD >= len(body))
@@ -71,8 +74,6 @@ class LogWriter:
 
     def wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is true. Blocks. Raises: what `check` raises."""
-        if reached():
-            return
         self._wake()
         started, pause_s = time.perf_counter(), SPIN_S
         while not reached():
@@ -80,11 +81,18 @@ class LogWriter:
             if time.perf_counter() - started > SPIN_S:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
+
+    def _hold_back(self, may_go_on: Callable[[], bool]) -> None:
+        """Wait for readers that are too far behind, and count the time."""
+        if may_go_on():
+            return
+        started = time.perf_counter()
+        self.wait(may_go_on)
         self.waited_s += time.perf_counter() - started
 
     def _write(self, kind: int, payload: bytes, *, last: bool) -> None:
         room = self._segment.sizes.num_records
-        self.wait(lambda: self._written - self._slowest(Own.READ) < room)
+        self._hold_back(lambda: self._written - self._slowest(Own.READ) < room)
         record = self._segment.record(self._written)
         record[_RECORD.size : _RECORD.size + len(payload)] = payload
         self._written += 1
