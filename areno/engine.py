@@ -247,6 +247,8 @@ class Engine:
         outputs: list[StepOutput] = []
         last_launch = self._ring.last_launch
         with torch.inference_mode():
+            # What the device has said since the last step makes this plan: where the host is the slower one, every launch before.
+            outputs.extend(self._read(drain=False))
             for command in self._scheduler.plan():
                 self._ranks.tell(command)
                 self._executor.execute(command)

@@ -30,6 +30,44 @@ _EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F8
 
 
 @triton.jit
+def _load(words, place, count, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a block of words; only one that is whole and aligned comes in wide loads."""
+    at = words + place
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=place < count, other=0)
+
+
+@triton.jit
+def _store(words, place, count, values, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    at = words + place
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    if WHOLE:
+        tl.store(at, values)
+    else:
+        tl.store(at, values, mask=place < count)
+
+
+@triton.jit
+def _learn_of(
+    staged, live, place, count,
+    MASK: tl.constexpr, EXPONENT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Return a block's terms of the digest, and its flags: bit 0 for not finite, bit 1 for not the live one's bits."""
+    word = _load(staged, place, count, WHOLE, ALIGNED)
+    against = _load(live, place, count, WHOLE, ALIGNED)
+    bits = word.to(tl.int64)
+    strange = ((bits & EXPONENT) == EXPONENT).to(tl.int32) | ((word != against).to(tl.int32) << 1)
+    if MASK != 0:
+        # A narrow word was sign-extended; its upper bits are no part of it.
+        bits = bits & MASK
+    return bits.to(tl.uint64, bitcast=True) * (_splitmix64(place.to(tl.uint64, bitcast=True)) | 1), strange
+
+
+@triton.jit
 def _inspect_kernel(
     staged, live, counts, piece_of, first_of, words,
     WORD: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -41,26 +79,26 @@ def _inspect_kernel(
     live_words = tl.load(live + piece).to(tl.pointer_type(WORD))
     total = tl.zeros([BLOCK], tl.uint64)
     strange = tl.zeros([BLOCK], tl.int32)
-    for block in range(BLOCKS):
+    whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
+    for block in range(whole):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
-        inside = place < count
-        if ALIGNED:
-            word = tl.load(tl.multiple_of(staged_words + place, 16), mask=inside, other=0)
-            against = tl.load(tl.multiple_of(live_words + place, 16), mask=inside, other=0)
-        else:
-            word = tl.load(staged_words + place, mask=inside, other=0)
-            against = tl.load(live_words + place, mask=inside, other=0)
-        bits = word.to(tl.int64)
-        # Bit 0: not finite; bit 1: not the live one's bits.
-        strange |= ((bits & EXPONENT) == EXPONENT).to(tl.int32) | ((word != against).to(tl.int32) << 1)
-        if MASK != 0:
-            # A narrow word was sign-extended; its upper bits are no part of it.
-            bits = bits & MASK
-        index = place.to(tl.uint64, bitcast=True)
-        total += bits.to(tl.uint64, bitcast=True) * (_splitmix64(index) | 1)
+        terms, flags = _learn_of(staged_words, live_words, place, count, MASK, EXPONENT, True, ALIGNED)
+        total += terms
+        strange |= flags
+    if whole < BLOCKS:
+        place = first + whole * BLOCK + tl.arange(0, BLOCK)
+        terms, flags = _learn_of(staged_words, live_words, place, count, MASK, EXPONENT, False, ALIGNED)
+        total += tl.where(place < count, terms, 0)
+        strange |= tl.where(place < count, flags, 0)
     tl.atomic_add(words + piece * 2, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
-    found = tl.reduce_or(strange, axis=0)
-    tl.atomic_or(words + piece * 2 + 1, found.to(tl.int64))
+    tl.atomic_or(words + piece * 2 + 1, tl.reduce_or(strange, axis=0).to(tl.int64))
+
+
+@triton.jit
+def _swap_block(ones, others, place, count, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    held = _load(ones, place, count, WHOLE, ALIGNED)
+    _store(ones, place, count, _load(others, place, count, WHOLE, ALIGNED), WHOLE, ALIGNED)
+    _store(others, place, count, held, WHOLE, ALIGNED)
 
 
 @triton.jit
@@ -73,15 +111,11 @@ def _swap_kernel(
     count = tl.load(counts + piece)
     ones = tl.load(first_side + piece).to(tl.pointer_type(WORD))
     others = tl.load(second_side + piece).to(tl.pointer_type(WORD))
-    for block in range(BLOCKS):
-        place = first + block * BLOCK + tl.arange(0, BLOCK)
-        inside = place < count
-        one, other = ones + place, others + place
-        if ALIGNED:
-            one, other = tl.multiple_of(one, 16), tl.multiple_of(other, 16)
-        held = tl.load(one, mask=inside)
-        tl.store(one, tl.load(other, mask=inside), mask=inside)
-        tl.store(other, held, mask=inside)
+    whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
+    for block in range(whole):
+        _swap_block(ones, others, first + block * BLOCK + tl.arange(0, BLOCK), count, True, ALIGNED)
+    if whole < BLOCKS:
+        _swap_block(ones, others, first + whole * BLOCK + tl.arange(0, BLOCK), count, False, ALIGNED)
 
 
 def inspect_pairs(pairs: Sequence[Pair]) -> torch.Tensor:

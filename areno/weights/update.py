@@ -16,7 +16,7 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,6 +121,7 @@ class WeightUpdate:
     __slots__ = (
         "_copies",
         "_facts",
+        "_looker",
         "_looks",
         "_manifest",
         "_opened_at",
@@ -148,7 +149,11 @@ class WeightUpdate:
         self._sources: dict[str, str] = {}
         # What is known of staged tensors, taken away when one comes again.
         self._facts: dict[str, StagedFacts | PendingFacts] = {}
-        self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
+        self._stream = self._looker = None
+        if table.device.type == "cuda":
+            # Looking at what is staged must not hold up the copies behind it.
+            self._stream, self._looker = torch.cuda.Stream(table.device), torch.cuda.Stream(table.device)
+            self._stream.wait_stream(torch.cuda.current_stream(table.device))
         self._tied: dict[str, int] = {}
         self._slices = SliceLedger()
         # On a device: copies to be launched together, staged tensors that nothing is known of yet, and when looks began and ended.
@@ -191,7 +196,7 @@ class WeightUpdate:
             )
         self._sources.pop(canonical, None)
         self._facts.pop(canonical, None)
-        with self._beside_decode(tensor):
+        with self._beside_decode([tensor], complete=not tensor.is_cuda):
             target.copy_(tensor)
         if self._stream is None:
             started = time.perf_counter()
@@ -206,12 +211,13 @@ class WeightUpdate:
         self._look(at_least=_LOOK_BYTES)
 
     @contextlib.contextmanager
-    def _beside_decode(self, *sources: torch.Tensor) -> Iterator[None]:
-        """Let copies run on the update's own stream, after what was launched before and while it goes on."""
+    def _beside_decode(self, sources: Iterable[torch.Tensor], *, complete: bool) -> Iterator[None]:
+        """Let copies run on the update's own stream while decode goes on, unless sources are `complete` after what was launched before."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        if not complete:
+            self._stream.wait_stream(torch.cuda.current_stream(self._table.device))
         for source in sources:
             if source.is_cuda:
                 source.record_stream(self._stream)
@@ -222,7 +228,7 @@ class WeightUpdate:
         """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
 
         Slices of a tensor come in any order and may be repeated; the tensor is staged once they cover it. Their bounds must
-        stay the same within an update. On a CUDA device the copy from its memory is only launched; `settle_slices` waits for it.
+        stay the same within an update. Values on a CUDA device are complete when they come, and stay until `settle_slices`.
         Raises: ManifestMismatch as `stage`, and for slices that reach over the end or into each other.
         """
         assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
@@ -262,8 +268,9 @@ class WeightUpdate:
         elif values.is_cuda and staged.is_cuda:
             self._copies.append((staged, values))
         else:
-            with self._beside_decode(values):
-                staged.copy_(values, non_blocking=True)
+            # Not launched and left: the next slice may come in the same memory.
+            with self._beside_decode([values], complete=True):
+                staged.copy_(values)
         if not self._slices.add(canonical, start, count, facts, size=size):
             return
         self._sources[canonical] = name
@@ -283,7 +290,7 @@ class WeightUpdate:
     def _launch_copies(self) -> None:
         """Launch the copies that wait, those of one dtype together."""
         copies, self._copies = self._copies, []
-        with self._beside_decode(*(source for _, source in copies)):
+        with self._beside_decode((source for _, source in copies), complete=True):
             for dtype in {source.dtype for _, source in copies}:
                 alike = [(target, source) for target, source in copies if source.dtype == dtype]
                 torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)
@@ -294,7 +301,9 @@ class WeightUpdate:
             return
         names, self._unknown = list(self._unknown), {}
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with self._beside_decode():
+        assert self._stream is not None and self._looker is not None, "on the host nothing waits to be looked at"
+        self._looker.wait_stream(self._stream)
+        with torch.cuda.stream(self._looker):
             events[0].record()
             facts = inspect_on_device([(self._staged.views[name], self._table.views[name]) for name in names])
             events[1].record()
@@ -347,7 +356,9 @@ class WeightUpdate:
         if self._stream is not None:
             self._launch_copies()
             self._look(at_least=0)
-            self._stream.synchronize()
+            for stream in (self._stream, self._looker):
+                if stream is not None:
+                    stream.synchronize()
             self.inspect_s += sum(begun.elapsed_time(ended) for begun, ended in self._looks) / 1e3
             self._looks.clear()
         names = list(self._sources)

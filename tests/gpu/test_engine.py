@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno import Engine, EngineConfig, Finished, Request, SamplingParams
+from areno import Engine, EngineConfig, Finished, Request, SamplingParams, StepOutput
 from areno.config import SINK_PAGE
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +32,23 @@ def engine_of(folder: Path, **options: Any) -> Engine:
     return Engine(EngineConfig(**{"model": str(folder), "device": "cuda", "max_rows": 8, "seed": 1, "num_pages": 64, **options}))
 
 
+def _tell(told: dict[int, Told], output: StepOutput) -> None:
+    for request_id, token, logprob, raw in zip(output.request_ids, output.token_ids, output.logprobs, output.raw_logprobs):
+        assert told[int(request_id)].end is None
+        told[int(request_id)].ids.append(int(token))
+        told[int(request_id)].logprobs.append(float(logprob))
+        told[int(request_id)].raw.append(float(raw))
+    for finished in output.finished:
+        told[finished.request_id].end = finished
+
+
 def run(
     engine: Engine,
     requests: list[Request],
     *,
     cancel_at: dict[int, int] | None = None,
     check: bool = True,
-    before_step: Callable[[Engine], None] | None = None,
+    before_step: Callable[[Engine], StepOutput | None] | None = None,
 ) -> dict[int, Told]:
     told: dict[int, Told] = {item.request_id: Told() for item in requests}
     for item in requests:
@@ -48,16 +58,10 @@ def run(
         for request_id, when in (cancel_at or {}).items():
             if when == step:
                 engine.cancel(request_id)
-        if before_step is not None:
-            before_step(engine)
-        output = engine.step()
-        for request_id, token, logprob, raw in zip(output.request_ids, output.token_ids, output.logprobs, output.raw_logprobs):
-            assert told[int(request_id)].end is None
-            told[int(request_id)].ids.append(int(token))
-            told[int(request_id)].logprobs.append(float(logprob))
-            told[int(request_id)].raw.append(float(raw))
-        for finished in output.finished:
-            told[finished.request_id].end = finished
+        outputs = [before_step(engine) if before_step is not None else None, engine.step()]
+        for output in outputs:
+            if output is not None:
+                _tell(told, output)
         if check:
             engine.check_integrity()
         step += 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno import Engine, Request, SamplingParams
+from areno import Engine, Request, SamplingParams, StepOutput
 from areno.errors import Asleep
 from tests.gpu.test_engine import engine_of, run
 
@@ -37,20 +37,22 @@ def test_requests_that_sleep_over_give_the_same_tokens(checkpoint: Callable[...,
     occupied: list[torch.Tensor] = []
     steps = 0
 
-    def now_and_then(engine: Engine) -> None:
+    def now_and_then(engine: Engine) -> StepOutput | None:
         nonlocal steps
         steps += 1
-        if steps in (4, 15):
-            before = torch.cuda.mem_get_info()[0]
-            engine.sleep(level)
-            torch.cuda.synchronize()
-            freed = torch.cuda.mem_get_info()[0] - before
-            assert freed > 0.8 * engine._store.num_bytes - (4 << 20)
-            with pytest.raises(Asleep):
-                engine.step()
-            # Whoever borrowed the memory may leave something where pages or weights were.
-            occupied.append(torch.full((1 << 20,), float("nan"), device="cuda"))
-            engine.wake()
+        if steps not in (4, 15):
+            return None
+        before = torch.cuda.mem_get_info()[0]
+        output = engine.sleep(level)
+        torch.cuda.synchronize()
+        freed = torch.cuda.mem_get_info()[0] - before
+        assert freed > 0.8 * engine._store.num_bytes - (4 << 20)
+        with pytest.raises(Asleep):
+            engine.step()
+        # Whoever borrowed the memory may leave something where pages or weights were.
+        occupied.append(torch.full((1 << 20,), float("nan"), device="cuda"))
+        engine.wake()
+        return output
 
     told = run(engine, requests(), before_step=now_and_then)
     for number, output in awake.items():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer_bridge.errors import TransportUnusable
 from trainer_bridge.weights.bucket import ALIGNMENT, Piece, pack
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
@@ -133,8 +134,8 @@ class CudaIpcTransport:
         if self._device.type != "cuda" or not served.startswith("cuda"):
             raise unusable("cuda", f"the trainer's weights are on {self._device.type}, the engine's on {served}", REMEDY)
         self._update_id, self._next, self._bounced = update_id, 0, 0
-        # The allocator may have given memory back since the last update.
-        self._known.clear()
+        # The allocator may have given memory back since the last update, and taken other memory at the same address.
+        earlier, self._known = list(self._known), {}
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
             if self._driver is None:
@@ -143,19 +144,28 @@ class CudaIpcTransport:
                 event = self._driver.call("cuEventCreate", INTERPROCESS_EVENT)
                 self._events.append((event, self._driver.event_handle(event)))
             probe = torch.zeros(1, device=self._device)
-            allocation = self._allocation(probe) or self._bounce(0).allocation
-            reached("cuda", lambda: self._post([], [allocation], [probe]).result(self._timeout_s), REMEDY)
+            first = self._allocation(probe) or self._bounce(0).allocation
+            # Opened now, what the last update sent from will not hold up this one's copies.
+            others = [found for found in map(self._still_there, earlier) if found is not None and found.base != first.base]
+            reached("cuda", lambda: self._post([], [first, *others[: MAX_ALLOCATIONS - 1]], [probe]).result(self._timeout_s), REMEDY)
+
+    def _still_there(self, base: int) -> Allocation | None:
+        try:
+            return self._allocation_at(base)
+        except TransportUnusable:
+            return None
 
     def _allocation(self, tensor: torch.Tensor) -> Allocation | None:
         """Return what a tensor lies in, None if no other process can open that."""
+        return self._allocation_at(tensor.data_ptr())
+
+    def _allocation_at(self, address: int) -> Allocation | None:
         assert self._driver is not None, "a transport is opened first"
-        base, size = self._driver.allocation(tensor.data_ptr())
+        base, size = self._driver.allocation(address)
         if base not in self._known:
             try:
                 self._known[base] = Allocation(base, size, self._driver.memory_handle(base))
-            except Exception as error:
-                if getattr(error, "code", None) != "transport_unusable":
-                    raise
+            except TransportUnusable:
                 self._known[base] = None
         return self._known[base]
 

@@ -29,7 +29,7 @@ SHARED_FOLDER = Path("/dev/shm")
 # Two of them fit into the 64 MiB of /dev/shm that containers have by default.
 DEFAULT_BUCKET_BYTES = 24 * 2**20
 # For weights that come from a device: the copies are so fast that the messages in between count.
-DEVICE_BUCKET_BYTES = 128 * 2**20
+DEVICE_BUCKET_BYTES = 256 * 2**20
 MIN_BUCKET_BYTES = 4096
 MAGIC = b"AREN0WB1"
 HEAD = struct.Struct("<8sQ16s")

@@ -9,7 +9,8 @@ Invariant: a piece lies within its allocation by the size that the driver itself
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollout.errors import TransportUnavailable
 from rollout.service.weight_intake.pieces import ITEM_BYTES, Steps, device_uuid, refused
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 LAZY_PEER_ACCESS = 1
+# Opening one takes some 50 us.
+OPENED_AT_ONCE = 32
 
 
 def _unavailable(why: str) -> TransportUnavailable:
@@ -40,6 +43,8 @@ class _Memory:
 class CudaImports:
     """What an update has opened of a trainer's memory, by handle. Raises: TransportUnavailable without CUDA or cuda-bindings."""
 
+    _closing: ClassVar[threading.Thread | None] = None
+
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise _unavailable(f"the engine runs on {device.type}")
@@ -47,6 +52,9 @@ class CudaImports:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             raise _unavailable(f"the package cuda-bindings cannot be imported: {error}") from None
+        if CudaImports._closing is not None:
+            # The same memory is opened again only once it is closed.
+            CudaImports._closing.join()
         self._device = device
         self._memory: dict[bytes, tuple[int, int, torch.Tensor]] = {}
         self._events: dict[bytes, Any] = {}
@@ -102,17 +110,21 @@ class CudaImports:
         return True
 
     def close(self) -> None:
-        """Close everything; what was copied is complete by then."""
+        """Close everything on a thread of its own, for it takes as long as a decode step. Nothing may still be copied from it."""
+        memory, events = list(self._memory.values()), list(self._events.values())
+        self._memory.clear()
+        self._events.clear()
+        CudaImports._closing = threading.Thread(target=self._close, args=(memory, events), name="close-weights", daemon=True)
+        CudaImports._closing.start()
+
+    def _close(self, memory: list[tuple[int, int, torch.Tensor]], events: list[Any]) -> None:
         import torch
 
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            for address, _, _ in self._memory.values():
+            for address, _, _ in memory:
                 self._driver.cuIpcCloseMemHandle(self._driver.CUdeviceptr(address))
-            for event in self._events.values():
+            for event in events:
                 self._driver.cuEventDestroy(event)
-        self._memory.clear()
-        self._events.clear()
 
 
 class CudaSource:
@@ -128,7 +140,9 @@ class CudaSource:
 
     def prepare(self) -> Steps:
         """Open the allocations and wait for the trainer's writes. Raises: TransportUnavailable, BucketRefused."""
-        for allocation in self._handle.allocations:
+        for number, allocation in enumerate(self._handle.allocations):
+            if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1:
+                yield False
             self._opened.append(self._imports.memory(allocation.handle, allocation.size, self._body.bucket))
         while not self._imports.passed(self._handle.event):
             yield True

@@ -129,7 +129,7 @@ class WeightIntake:
         self._mine(body.update_id)
         check_pieces(body)
         source = self._source(body, content)
-        fingerprint = xxhash.xxh3_128_digest(repr((body.size, body.pieces, body.xxh3)).encode())
+        fingerprint = xxhash.xxh3_128_digest(body.model_dump_json(include={"size", "pieces", "xxh3"}).encode())
         queued = 0 if content is None else content.nbytes
         if queued and queued + sum(job.num_bytes for job in self._jobs) > MAX_QUEUED_BYTES:
             raise BucketRefused(
