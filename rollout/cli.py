@@ -11,14 +11,14 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from rollout.client.blocking import connect
 from rollout.config import ServiceConfig, default_threads
-from rollout.environment_report import environment_report
+from rollout.environment_report import Finding, environment_report
 from rollout.errors import RolloutError, error_fields, error_from_fields
 from rollout.key_commands import app as keys_app
 from rollout.service.engine_host import checked_options, option_default
@@ -195,20 +195,54 @@ def serve(
 
 
 @app.command()
-def check(as_json: Json = False) -> None:
-    """Report on this environment, with a remedy for whatever is missing."""
-    findings = environment_report()
-    failed = [finding for finding in findings if finding.ok is False]
-    if as_json:
-        _print_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
+def check(
+    template: Annotated[
+        str | None,
+        typer.Option(help="Folder of a model: prove instead that its chat template leaves earlier turns as they were.", metavar="MODEL"),
+    ] = None,
+    history: Annotated[str, typer.Option(help="With --template: template or append, as episodes will be told.")] = "template",
+    template_options: Annotated[
+        str, typer.Option(help="With --template: what the template is passed, as JSON.", show_default="{}", metavar="JSON")
+    ] = "{}",
+    as_json: Json = False,
+) -> None:
+    """Report on this environment, or on a model's chat template, with a remedy for whatever is wrong."""
+    if template is None:
+        findings = environment_report()
+        extra: dict[str, object] = {}
     else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            mark, colour = {True: ("ok", "green"), False: ("fix", "red"), None: ("note", None)}[finding.ok]
-            remedy = f"; remedy: {finding.remedy}" if finding.remedy else ""
-            typer.echo(f"{typer.style(f'{mark:<4}', fg=colour)}  {finding.name:<{width}}  {finding.value}{remedy}")
+        append_only, findings = _template_findings(template, history, template_options, as_json)
+        extra = {"append_only": append_only}
+    failed = [finding for finding in findings if finding.ok is False] or (template is not None and not extra["append_only"])
+    if as_json:
+        _print_json({"ok": not failed, **extra, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        _show_findings(findings)
     if failed:
         raise typer.Exit(1)
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark, colour = {True: ("ok", "green"), False: ("fix", "red"), None: ("note", None)}[finding.ok]
+        remedy = f"; remedy: {finding.remedy}" if finding.remedy else ""
+        typer.echo(f"{typer.style(f'{mark:<4}', fg=colour)}  {finding.name:<{width}}  {finding.value}{remedy}")
+
+
+def _template_findings(folder: str, history: str, options: str, as_json: bool) -> tuple[bool, list[Finding]]:
+    from rollout.agent.template_check import template_findings
+
+    try:
+        passed = json.loads(options)
+    except ValueError as error:
+        passed = error
+    if not isinstance(passed, dict):
+        raise typer.BadParameter(f"{options!r} is no JSON object", param_hint="--template-options")
+    try:
+        return template_findings(folder, history=history, template_kwargs=passed)
+    except RolloutError as error:
+        raise _refuse(error, as_json) from None
 
 
 def _ask(address: str | None, key: str | None, timeout_s: float, as_json: bool, what: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ a start token is never doubled, and untrusted text never becomes a control id.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,6 +126,22 @@ class ChatFormat:
                 limit=f"the service serves {digest[:12]}",
                 remedy="make the format with `await ChatFormat.of(client)`",
             )
+
+    @property
+    def control_texts(self) -> Sequence[str]:
+        """Return the texts of all control tokens, the longest first."""
+        return self._controls.contents
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Return the ids of all control tokens."""
+        return self._controls.ids
+
+    def without_renderer(self) -> ChatFormat:
+        """Return this format as one whose family nobody knows: every turn renders the whole conversation and compares."""
+        other = copy.copy(self)
+        other.renderer = None
+        return other
 
     def placeholders(self) -> Placeholders:
         """Return fresh placeholders for one conversation."""
