@@ -31,6 +31,7 @@ MIN_FREE_MB ?= $(if $(filter 1,$(SYSTEM_TORCH)),800,2500)
 PY := $(VENV)/bin/python
 SEEDS ?= 0 1 2
 BENCH ?= host_overhead
+CHAOS_S ?= 600
 TEST_ARGS ?=
 # Processes that share the tests, a file each at a time; two suit two cores and any memory.
 TEST_WORKERS ?= 2
@@ -39,7 +40,7 @@ DEMO_ARGS ?=
 export PIP_RETRIES
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-seeds test test-long test-gpu lint format bench clean
+.PHONY: help setup demo demo-seeds test test-long test-gpu lint format bench chaos clean
 
 help:
 	@echo "make demo        set up .venv, then train the embedded tiny model at tic-tac-toe on the CPU (under 5 minutes)"
@@ -49,6 +50,7 @@ help:
 	echo "make test-gpu    the tests that need a CUDA device, and nothing else; SYSTEM_TORCH=1 for your CUDA build of torch"
 	echo "make lint        the checks without the tests"
 	echo "make format      let ruff rewrite what it can"
+	echo "make chaos       kills clients, engine host and trainer under load for CHAOS_S=$(CHAOS_S) seconds, then proves that nothing was lost"
 	echo "make bench       a benchmark, one JSON line; BENCH=$(BENCH)"
 	echo "make clean       remove $(VENV) and caches"
 
@@ -135,6 +137,9 @@ test-long: $(STAMP)
 
 test-gpu: $(STAMP)
 	@"$(PY)" -m pytest tests/gpu $(TEST_ARGS)
+
+chaos: $(STAMP)
+	@"$(PY)" -m tests.chaos --seconds $(CHAOS_S)
 
 bench: $(STAMP)
 	@"$(PY)" -m tests.bench.$(BENCH) --json

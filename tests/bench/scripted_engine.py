@@ -399,6 +399,14 @@ class ScriptedEngine:
         """Go on."""
         self.asleep = None
 
+    def expect_return(self, lineage: str, seconds: float, *, cache_salt: str | None = None, owner: str = "") -> bool:
+        """Keep a lineage's pages for a while."""
+        return self._scheduler.prefix.expect(lineage, salt=cache_salt, owner=owner, seconds=float(seconds))
+
+    def end_hints(self, owner: str = "") -> None:
+        """Forget an owner's hints."""
+        self._scheduler.prefix.end_hints(owner)
+
     def tensors(self) -> dict[str, Any]:
         """Return the live tensors."""
         return self._weights.tensors()

@@ -1,0 +1,16 @@
+"""A short chaos run: clients, host and trainer killed at random, and still every token once and every request one end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos import Chaos
+
+SECONDS = 20.0
+
+
+@pytest.mark.timeout(180)
+def test_nothing_is_lost_whoever_is_killed() -> None:
+    happened = Chaos(SECONDS, seed=5).run()
+    assert sum(count for name, count in happened.items() if name.startswith(("kill", "stop", "hang"))) >= 5
+    assert happened["host_starts"] >= 2 and happened["trainer_pushed"] >= 1
