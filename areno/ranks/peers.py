@@ -317,6 +317,7 @@ class Peers:
         """End a process that does nothing else, if its engine waits on in something that a lost rank will never do."""
         if not self._told.wait(_TELL_S):
             print(f"areno: {error}; rank 0 waits in vain and is ended", file=sys.stderr, flush=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(EXIT_FAILED)
 
     def close(self) -> None:
