@@ -53,7 +53,7 @@ _TELL_S = 10.0
 class PeersPlan:
     """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
 
-    `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. With
+    `start_s` bounds how long a rank that starts may show no sign of life. `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. With
     `broadcasts` weights go from device to device. `module` is what follows.
     """
 
@@ -64,6 +64,7 @@ class PeersPlan:
     rank_timeout_s: float
     stall_s: float
     threads: int
+    start_s: float = 60.0
     dedicated: bool = False
     broadcasts: bool = False
     sizes: SegmentSizes | None = None
@@ -94,7 +95,7 @@ class Peers:
         code, checkpoint = code_identity(), checkpoint_identity(plan.model)
         for rank in self._events:
             self._processes[rank] = self._start(rank, code, checkpoint)
-        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(60.0, plan.rank_timeout_s), stall_s=plan.stall_s)
+        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(plan.start_s, plan.rank_timeout_s), stall_s=plan.stall_s)
         me = weakref.ref(self)
 
         def lost(error: ArenoError) -> None:
