@@ -53,8 +53,8 @@ _TELL_S = 10.0
 class PeersPlan:
     """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
 
-    `start_s` bounds how long a rank that starts may show no sign of life. `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. With
-    `broadcasts` weights go from device to device. `module` is what follows.
+    `start_s` bounds how long a rank that starts may show no sign of life; `stall_s` how long a collective, or any one entry of the log,
+    may take: kernels compile in some. With `broadcasts` weights go from device to device. `module` is what follows.
     """
 
     model: Path

@@ -27,6 +27,7 @@ from areno.ranks.identity import checkpoint_identity, code_identity
 from areno.ranks.peers import Peers
 from areno.ranks.ranks import rank_devices
 from areno.ranks.segment import Own, Phase
+from areno.ranks.state_check import FIELDS
 from tests.integration.quick_rank import BREAK, HANG
 from tests.integration.rank_phases import PHASES, TIMEOUT_S, quick_plan
 
@@ -177,7 +178,7 @@ def test_ranks_that_run_on_are_blamed_for_nothing_and_end_with_close(start: Call
     for _ in range(5):
         for phase in PHASES.keys() - {"idle"}:
             PHASES[phase](peers)
-        peers.begin_check(lambda: np.zeros((5, 4), np.int64))
+        peers.begin_check(lambda: np.zeros((len(FIELDS), 4), np.int64))
         peers.compare(wait=True)
     time.sleep(1.3 * TIMEOUT_S)
     peers.check()
