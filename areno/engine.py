@@ -31,6 +31,8 @@ from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
 from areno.errors import Asleep, CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import ModelConfig, read_model_config
+from areno.models.shards import check_tp, shard_model
+from areno.parallel import TPGroup
 from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
 from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks, build_entry, open_entry, start_ranks, verify_entry
@@ -96,6 +98,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, beside: Engine | None = None, dedicated: bool = False, ranks: Ranks | None = None) -> None:
         model_config, device = read_model_config(Path(config.model)), find_device(config.device)
+        check_tp(model_config, config.tp)
         self._ranks: Ranks = ranks or start_ranks(config, device, dedicated=dedicated)
         try:
             self._compose(config, model_config, device, beside)
@@ -104,24 +107,28 @@ class Engine:
             raise
 
     def _compose(self, config: EngineConfig, model_config: ModelConfig, device: torch.device, beside: Engine | None) -> None:
-        token_kv_elements = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
-        self._ranks.meet()
-        self._device_limits: DeviceLimits = measure_device(device, config, model_config) if beside is None else beside._device_limits
+        self._group: TPGroup = self._ranks.meet() if beside is None else beside._group
+        # Sizes and limits are those of one rank's part, and the same for all ranks.
+        local = shard_model(model_config, self._group.rank, self._group.size).local
+        token_kv_elements = 2 * local.num_layers * local.num_kv_heads * local.head_dim
+        self._device_limits: DeviceLimits = (
+            measure_device(device, config, model_config, self._group) if beside is None else beside._device_limits
+        )
         resolved = resolve(
             config, self._device_limits, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
         )
         if device.type == "cpu" and beside is None:
             check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
         elif device.type != "cpu":
-            check_kernels(config, resolved, model_config)
+            check_kernels(config, resolved, local)
         self._ranks.bound_launches(resolved.run_ahead + 1)
         built = self._ranks.tell(build_entry(config, resolved))
         with self._ranks.together(), device_errors("while the engine was built"):
-            rank = build_rank(config, resolved, model_config, device, beside=None if beside is None else beside._rank)
+            rank = build_rank(config, resolved, model_config, device, beside=None if beside is None else beside._rank, group=self._group)
             if beside is None and config.load_format == "dummy":
                 fill_randomly(rank.model, resolved.seed)
             elif beside is None:
-                load_checkpoint(Path(config.model), rank.model.table)
+                load_checkpoint(Path(config.model), rank.model.table, self._group)
             rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
         self._ranks.expect(built)
         self._rank: Rank = rank
@@ -335,7 +342,7 @@ class Engine:
                 limit=f"the live version is {self.version}",
                 remedy="use a larger version",
             )
-        self._update = WeightUpdate(self._table, manifest, version=version, partial=partial)
+        self._update = WeightUpdate(self._table, manifest, version=version, partial=partial, group=self._group)
         self._ranks.tell(open_entry(manifest, version=version, partial=partial))
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
@@ -425,7 +432,7 @@ class Engine:
         """Return the digest of every live tensor by its Hugging Face name."""
         with self._ranks.together():
             self._ranks.tell(ops.TakeDigests())
-            return digests(self._table)
+            return digests(self._table, self._group)
 
     @property
     def asleep(self) -> str | None:
@@ -524,7 +531,10 @@ class Engine:
             )
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the live tensors by Hugging Face name, as views: to be read between steps, never written."""
+        """Return the live tensors by Hugging Face name, as views: to be read between steps, never written.
+
+        With `tp` above 1 they are this rank's parts of them.
+        """
         return dict(self._table.views)
 
     def clear_prefix_cache(self) -> None:

@@ -24,6 +24,7 @@ from areno.layers.attention import DecodeAttention, DenseAttention, PrefillAtten
 from areno.models.dense import DenseDecoder
 from areno.prefill import PackedChunks, pack_chunks
 from areno.sampling.sampler import Drawn, LaneParams, Sampler
+from areno.sampling.shards import VocabularyShard, logprobs_of
 from areno.sampling.variant import Variant
 from areno.uploads import upload
 
@@ -42,7 +43,7 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
-    """What a prefill gives. Shapes: `logits` float32 [S, V], one per completed prompt in the chunks' order; None without one.
+    """What a prefill gives. Shapes: `logits` float32 [S, W], one per completed prompt in the chunks' order; None without one.
 
     `places` [B] names the logits of each sampled row: several rows of a group share them.
     """
@@ -53,19 +54,24 @@ class PrefillResult:
 
 
 class Forward:
-    """One rank's model over one store."""
+    """One rank's model over one store. Logits are of the rank's ids; what is drawn and scored is of the whole vocabulary."""
 
-    __slots__ = ("_device", "_dtype", "_model", "_prompts", "_sampler", "_store", "_windows")
+    __slots__ = ("_device", "_dtype", "_model", "_prompts", "_sampler", "_shard", "_store", "_windows")
 
-    def __init__(
-        self, model: DenseDecoder, store: KVStore, sampler: Sampler, dtype: torch.dtype, prompts: PrefillGraphs | None = None
-    ) -> None:
-        self._model, self._store, self._sampler, self._dtype, self._prompts = model, store, sampler, dtype, prompts
+    def __init__(self, model: DenseDecoder, store: KVStore, dtype: torch.dtype, prompts: PrefillGraphs | None = None) -> None:
+        self._model, self._store, self._dtype, self._prompts = model, store, dtype, prompts
+        self._shard = _vocabulary_shard(model)
+        valid = model.config.num_valid_ids
+        self._sampler = (
+            Sampler(first_id=0, width=model.config.vocab_size, num_valid_ids=valid)
+            if self._shard is None
+            else Sampler.of_shard(self._shard, valid)
+        )
         self._device = model.table.device
         self._windows = {layer: window for layer, window in enumerate(model.config.windows) if window is not None}
 
     def decode(self, lanes: Lanes, longest: int) -> torch.Tensor:
-        """Run one token of each lane. Shapes: logits float32 [B, V]. Mutates: the store."""
+        """Run one token of each lane. Shapes: logits float32 [B, W]. Mutates: the store."""
         attend = DecodeAttention(self._store, lanes.tables, lanes.slots, lanes.lengths, longest, self._dtype, self._windows)
         return self._model.logits(self._model.forward(lanes.ids, lanes.positions, attend))
 
@@ -139,10 +145,24 @@ class Forward:
             count = rows.shape[0]
             logits = self._model.logits(F.pad(rows, (0, 0, 0, self._padded(count) - count)))[:count]
             picked = chosen[start : start + count]
+            if self._shard is not None:
+                both = logprobs_of(logits, picked[:, 0], temperature, self._shard)
+                tempered.append(both[0])
+                raw.append(both[1])
+                continue
             raw.append(torch.log_softmax(logits, dim=1).gather(1, picked)[:, 0])
             plain = temperature in (0.0, 1.0)
             tempered.append(raw[-1] if plain else torch.log_softmax(logits / temperature, dim=1).gather(1, picked)[:, 0])
         return torch.cat(tempered), torch.cat(raw)
+
+
+def _vocabulary_shard(model: DenseDecoder) -> VocabularyShard | None:
+    shard = model.shard
+    if shard.size == 1:
+        return None
+    return VocabularyShard(
+        first_id=shard.ids.start, count=shard.ids.size, width=shard.width, vocab_size=shard.whole.vocab_size, group=model.group
+    )
 
 
 def _on_its_way(values: torch.Tensor) -> np.ndarray:

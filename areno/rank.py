@@ -13,7 +13,6 @@ import psutil
 import torch
 
 from areno.config import LANE_MULTIPLE, DeviceLimits, EngineConfig, ResolvedConfig
-from areno.decode.capture import CapturePermit
 from areno.decode.path import DecodePath
 from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
@@ -27,9 +26,9 @@ from areno.kv.store import KVStore
 from areno.models.dense import DenseDecoder
 from areno.models.model_config import ModelConfig
 from areno.models.registry import build_model
+from areno.models.shards import ModelShard, shard_model
 from areno.parallel import TPGroup
 from areno.sampling.penalties import SlotTables
-from areno.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from areno.models.dense_cuda import FusedDecoder
@@ -59,17 +58,25 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def measure_device(device: torch.device, config: EngineConfig, model: ModelConfig) -> DeviceLimits:
-    """Return what the device has room for before anything is allocated. Raises: InvalidConfig where the weights do not fit."""
+def measure_device(device: torch.device, config: EngineConfig, model: ModelConfig, group: TPGroup | None = None) -> DeviceLimits:
+    """Return what the device has room for before anything is allocated. Raises: InvalidConfig where the weights do not fit.
+
+    Of several ranks the first one's part counts, which is the largest, and the device with the least room. Blocks: for the other ranks,
+    which call `free_memory`.
+    """
+    group = group or TPGroup.single(device)
+    shard = shard_model(model, 0, group.size)
+    free, total = free_memory(group)
     if device.type == "cpu":
-        return DeviceLimits(name="cpu", kind="cpu", kv_bytes=DEFAULT_KV_BYTES)
-    free, total = torch.cuda.mem_get_info(device)
+        # The host's memory is that of all ranks.
+        return DeviceLimits(name="cpu", kind="cpu", kv_bytes=DEFAULT_KV_BYTES // group.size)
     item = 4 if config.dtype == "float32" else 2
-    sketch = build_model(model, dtype=torch.bfloat16, device=torch.device("meta"), num_positions=1)
-    live = item * sketch.table.num_parameters
+    model = shard.local
+    live = item * _sketch(shard).table.num_local_parameters
     rows, tokens = config.max_rows or 256, config.max_prefill_tokens or 8192
     widest = 3 * model.intermediate_size + 2 * model.num_heads * model.head_dim + 6 * model.hidden_size
-    buffers = 3 * 4 * rows * model.vocab_size + tokens * widest * item + _SLACK_BYTES
+    # Logits and the scratch of filters; of several ranks also the gathered scores that filters look at.
+    buffers = (3 if shard.size == 1 else 5) * 4 * rows * model.vocab_size + tokens * widest * item + _SLACK_BYTES
     room = int(free - (1.0 - config.gpu_memory_fraction) * total) - live - buffers
     staged = 0 if config.weight_staging == "host" or (config.weight_staging == "auto" and room <= live) else live
     # Staged weights that do not fit beside the live ones wait in pinned host memory.
@@ -85,6 +92,21 @@ def measure_device(device: torch.device, config: EngineConfig, model: ModelConfi
             remedy="free memory on the device, raise gpu_memory_fraction, lower max_rows, or take a larger device",
         )
     return DeviceLimits(name=str(device), kind="cuda", kv_bytes=room, weight_bytes=weights // 2)
+
+
+def free_memory(group: TPGroup) -> tuple[int, int]:
+    """Return the bytes that are free on the rank's device and all that it has; of several ranks the least of each. Blocks: for them."""
+    words = list(torch.cuda.mem_get_info(group.device)) if group.device.type == "cuda" else [0, 0]
+    ranks = group.gather_words(words) if group.size > 1 else [words]
+    return min(rank[0] for rank in ranks), min(rank[1] for rank in ranks)
+
+
+def _sketch(shard: ModelShard) -> DenseDecoder:
+    """Return the rank's part of the model without memory, to count what it takes."""
+    meta = torch.device("meta")
+    return build_model(
+        shard.whole, dtype=torch.bfloat16, device=meta, num_positions=1, group=TPGroup(shard.rank, shard.size, meta, None, None)
+    )
 
 
 def check_kernels(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig) -> None:
@@ -133,10 +155,9 @@ def check_host_memory(config: EngineConfig, resolved: ResolvedConfig, page_bytes
         )
 
 
-def packs_weights(model: ModelConfig) -> bool:
+def packs_weights(model: ModelConfig, size: int = 1) -> bool:
     """Whether a packed copy of the weights leaves enough of the host's memory: live, staged and packed ones in half of what is free."""
-    sketch = build_model(model, dtype=torch.float32, device=torch.device("meta"), num_positions=1)
-    return 3 * 4 * sketch.table.num_parameters <= psutil.virtual_memory().available // 2
+    return 3 * 4 * size * _sketch(shard_model(model, 0, size)).table.num_local_parameters <= psutil.virtual_memory().available // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,24 +188,38 @@ class Rank:
 
 
 def fill_randomly(model: DenseDecoder, seed: int) -> None:
-    """Give every tensor seeded random numbers in place of a checkpoint's: norms near one, the rest with a deviation of 0.02."""
+    """Give every tensor seeded random numbers in place of a checkpoint's: norms near one, the rest with a deviation of 0.02.
+
+    A rank's part has the numbers that the whole tensor would have there.
+    """
     table = model.table
     generator = torch.Generator(device=table.device).manual_seed(seed % 2**63)
     for name, view in table.views.items():
-        view.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
+        mean, shard = 1.0 if "norm" in name else 0.0, table.shards.get(name)
+        if shard is None:
+            view.normal_(mean, 0.02, generator=generator)
+        else:
+            view.copy_(shard.take(torch.empty(shard.shape, dtype=view.dtype, device=view.device).normal_(mean, 0.02, generator=generator)))
     table.rebuild_derived()
 
 
 def build_rank(
-    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device, *, beside: Rank | None = None
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    *,
+    beside: Rank | None = None,
+    group: TPGroup | None = None,
 ) -> Rank:
     """Allocate everything on `device`; the weights are NaN until a checkpoint is loaded. Raises: as `choose_transport`.
 
-    With `beside`, weights and K/V memory are that rank's, and its captured prompts too where both capture.
+    With `beside`, weights and K/V memory are that rank's, and its captured prompts too where both capture. Of a `group` it is this rank's
+    part; all of its ranks must be given the same options and then the same commands.
     """
     transport = _choose_transport(config, device)
     if beside is None:
-        model, store, fused = _build_model(config, resolved, model_config, device)
+        model, store, fused = _build_model(config, resolved, model_config, device, group)
     else:
         model, store, fused = beside.model, beside.store, beside.fused
     if beside is not None and beside.graphs == config.graphs:
@@ -195,9 +230,7 @@ def build_rank(
     rings: dict[str, Any] = {"kept": config.kept_ids, "transport": None if config.decode_tables == "rebuilt" else transport}
     ring = ResultRing(slots=config.ring_slots, lanes=resolved.table_rows, run_ahead=resolved.run_ahead, **rings)
     proof_ring = ResultRing(slots=2, lanes=LANE_MULTIPLE, run_ahead=0, **rings)
-    build = _PathBuilder(
-        config=config, resolved=resolved, model=model_config, device=device, forward=forward, fused=fused, transport=transport
-    )
+    build = _PathBuilder(config=config, resolved=resolved, model=model, device=device, forward=forward, fused=fused, transport=transport)
     path = build.path(ring, num_rows=resolved.table_rows, num_slots=max(config.sampling_slots, 1), graphs=config.graphs)
     return Rank(
         model=model,
@@ -229,17 +262,17 @@ def _choose_transport(config: EngineConfig, device: torch.device) -> Transport:
 
 
 def _build_model(
-    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device
+    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device, group: TPGroup | None
 ) -> tuple[DenseDecoder, KVStore, FusedDecoder | None]:
     dtype: torch.dtype = getattr(torch, resolved.dtype)
-    pack = device.type == "cpu" and packs_weights(model_config)
-    model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack)
+    pack = device.type == "cpu" and packs_weights(model_config, 1 if group is None else group.size)
+    model = build_model(model_config, dtype=dtype, device=device, num_positions=resolved.max_model_len, pack_weights=pack, group=group)
     model.table.stages_on = config.weight_staging
     store = KVStore(
         num_layers=model_config.num_layers,
         num_pages=resolved.store_pages,
         page_size=resolved.page_size,
-        num_kv_heads=model_config.num_kv_heads,
+        num_kv_heads=model.config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=dtype,
         device=device,
@@ -255,14 +288,12 @@ def _build_model(
 def _build_forward(
     config: EngineConfig, resolved: ResolvedConfig, model: DenseDecoder, store: KVStore, fused: FusedDecoder | None
 ) -> Forward:
-    sampler = Sampler(first_id=0, width=model.config.vocab_size, num_valid_ids=model.config.num_valid_ids)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     if fused is None:
-        return Forward(model, store, sampler, dtype)
+        return Forward(model, store, dtype)
     from areno.prefill_graphs import PrefillGraphs
 
-    permit = CapturePermit(TPGroup.single(store.keys.device), enabled=config.graphs)
-    return Forward(model, store, sampler, dtype, PrefillGraphs(fused, store, max_tokens=resolved.max_prefill_tokens, permit=permit))
+    return Forward(model, store, dtype, PrefillGraphs(fused, store, max_tokens=resolved.max_prefill_tokens, graphs=config.graphs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +302,7 @@ class _PathBuilder:
 
     config: EngineConfig
     resolved: ResolvedConfig
-    model: ModelConfig
+    model: DenseDecoder
     device: torch.device
     forward: Forward
     fused: FusedDecoder | None
@@ -280,7 +311,7 @@ class _PathBuilder:
     def path(self, ring: ResultRing, *, num_rows: int, num_slots: int, graphs: bool) -> DecodePath:
         """Return a path of this many rows and sampling slots."""
         device, longest = self.device, self.resolved.max_model_len
-        slots = SlotTables(num_slots=num_slots, vocab_size=self.model.vocab_size, max_forced=longest, device=device)
+        slots = SlotTables(num_slots=num_slots, vocab_size=self.model.config.vocab_size, max_forced=longest, device=device)
         sizes = {"num_rows": num_rows, "pages_per_row": self.resolved.pages_per_row, "page_size": self.resolved.page_size}
         rebuilt = self.config.decode_tables == "rebuilt"
         if self.fused is None:
@@ -292,8 +323,7 @@ class _PathBuilder:
         from areno.decode.steps import DecodeSteps
 
         page_size = self.resolved.page_size
-        permit = CapturePermit(TPGroup.single(device), enabled=graphs)
-        steps = DecodeSteps(self.fused, slots, self.model, lanes=num_rows, page_size=page_size, device=device, permit=permit)
+        steps = DecodeSteps(self.fused, slots, self.model.config, lanes=num_rows, page_size=page_size, device=device, graphs=graphs)
         if rebuilt:
             return RebuiltGraphPath(steps, slots, kept=self.config.kept_ids, device=device, **sizes)
         return GraphPath(steps, DecodeTables(slots=slots, device=device, **sizes), ring, self.transport)

@@ -19,22 +19,25 @@ BLOCK = 4096
 
 
 @triton.jit
-def _digest_kernel(bits, sums, count, start_index, MASK: tl.constexpr, BLOCK: tl.constexpr):
+def _digest_kernel(bits, sums, count, start_index, run, stride, MASK: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     inside = place < count
     word = tl.load(bits + place, mask=inside, other=0).to(tl.int64)
     if MASK != 0:
         # A narrow word was sign-extended; its upper bits are no part of it.
         word = word & MASK
+    if RUNS:
+        place = place // run * stride + place % run
     index = (start_index + place).to(tl.uint64, bitcast=True)
     term = word.to(tl.uint64, bitcast=True) * (_splitmix64(index) | 1)
     tl.store(sums + tl.program_id(0), tl.sum(tl.where(inside, term, 0), axis=0).to(tl.int64, bitcast=True))
 
 
-def digest_sum(bits_n: torch.Tensor, start_index: int) -> torch.Tensor:
+def digest_sum(bits_n: torch.Tensor, start_index: int, *, run: int = 0, stride: int = 0) -> torch.Tensor:
     """Return the digest's part of a slice as an int64 scalar on its device, bits of the sum modulo 2^64.
 
-    Shapes: `bits_n` [n], raw bits as integers of the elements' size; the first has flat index `start_index` in its tensor.
+    Shapes: `bits_n` [n], raw bits as integers of the elements' size; the first has flat index `start_index` in its tensor. With
+    `run`, each run of so many elements begins `stride` behind the one before it there.
     """
     assert bits_n.ndim == 1 and bits_n.is_contiguous(), "a slice of raw bits is flat and contiguous"
     count, size = bits_n.numel(), bits_n.element_size()
@@ -42,5 +45,5 @@ def digest_sum(bits_n: torch.Tensor, start_index: int) -> torch.Tensor:
     sums = torch.zeros(max(blocks, 1), dtype=torch.int64, device=bits_n.device)
     if blocks:
         mask = 0 if size == 8 else (1 << (8 * size)) - 1
-        _digest_kernel[(blocks,)](bits_n, sums, count, start_index, MASK=mask, BLOCK=BLOCK)
+        _digest_kernel[(blocks,)](bits_n, sums, count, start_index, max(run, 1), stride, MASK=mask, RUNS=run > 0, BLOCK=BLOCK)
     return sums.sum()

@@ -53,8 +53,8 @@ def _store(words, place, count, values, WHOLE: tl.constexpr, ALIGNED: tl.constex
 
 @triton.jit
 def _learn_of(
-    staged, live, place, count,
-    MASK: tl.constexpr, EXPONENT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+    staged, live, place, count, start, run, stride,
+    PARTS: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return a block's terms of the digest, and its flags: bit 0 for not finite, bit 1 for not the live one's bits."""
     word = _load(staged, place, count, WHOLE, ALIGNED)
@@ -64,13 +64,17 @@ def _learn_of(
     if MASK != 0:
         # A narrow word was sign-extended; its upper bits are no part of it.
         bits = bits & MASK
-    return bits.to(tl.uint64, bitcast=True) * (_splitmix64(place.to(tl.uint64, bitcast=True)) | 1), strange
+    index = place
+    if PARTS:
+        index = start + place // run * stride + place % run
+    return bits.to(tl.uint64, bitcast=True) * (_splitmix64(index.to(tl.uint64, bitcast=True)) | 1), strange
 
 
 @triton.jit
 def _inspect_kernel(
-    staged, live, counts, piece_of, first_of, words,
-    WORD: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    staged, live, counts, piece_of, first_of, layouts, words,
+    PARTS: tl.constexpr, WORD: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.load(piece_of + tl.program_id(0)).to(tl.int64)
     first = tl.load(first_of + tl.program_id(0))
@@ -79,15 +83,18 @@ def _inspect_kernel(
     live_words = tl.load(live + piece).to(tl.pointer_type(WORD))
     total = tl.zeros([BLOCK], tl.uint64)
     strange = tl.zeros([BLOCK], tl.int32)
+    start, run, stride = count, count, count
+    if PARTS:
+        start, run, stride = tl.load(layouts + piece * 3), tl.load(layouts + piece * 3 + 1), tl.load(layouts + piece * 3 + 2)
     whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
     for block in range(whole):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
-        terms, flags = _learn_of(staged_words, live_words, place, count, MASK, EXPONENT, True, ALIGNED)
+        terms, flags = _learn_of(staged_words, live_words, place, count, start, run, stride, PARTS, MASK, EXPONENT, True, ALIGNED)
         total += terms
         strange |= flags
     if whole < BLOCKS:
         place = first + whole * BLOCK + tl.arange(0, BLOCK)
-        terms, flags = _learn_of(staged_words, live_words, place, count, MASK, EXPONENT, False, ALIGNED)
+        terms, flags = _learn_of(staged_words, live_words, place, count, start, run, stride, PARTS, MASK, EXPONENT, False, ALIGNED)
         total += tl.where(place < count, terms, 0)
         strange |= tl.where(place < count, flags, 0)
     tl.atomic_add(words + piece * 2, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
@@ -118,8 +125,11 @@ def _swap_kernel(
         _swap_block(ones, others, first + whole * BLOCK + tl.arange(0, BLOCK), count, False, ALIGNED)
 
 
-def inspect_pairs(pairs: Sequence[Pair]) -> torch.Tensor:
+def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]] | None = None) -> torch.Tensor:
     """Return the digest of each first tensor, whether it is finite and whether its bits differ from the second's, without waiting.
+
+    Where tensors are parts of larger ones, `layouts` has of each the flat index of its first element in the whole one, the elements of
+    a run, and how far in the whole one a run begins behind the one before it.
 
     Shapes: both of a pair alike and contiguous, all of one floating dtype; int64 [n, 3], the digest's bits modulo 2^64, 0 or 1, 0 or 1.
     """
@@ -132,7 +142,9 @@ def inspect_pairs(pairs: Sequence[Pair]) -> torch.Tensor:
         mask = 0 if size == 8 else (1 << (8 * size)) - 1
         _inspect_kernel[(programs,)](
             *tables,
+            None if layouts is None else upload(device, np.array(layouts, dtype=np.int64))[0],
             words,
+            PARTS=layouts is not None,
             WORD=_WORDS[size][0],
             MASK=mask,
             EXPONENT=_EXPONENT[dtype],

@@ -15,7 +15,9 @@ import torch
 from torch.nn import functional
 
 from areno.config import LANE_MULTIPLE
+from areno.weights.cut import Cut
 from areno.weights.names import ParameterTable
+from areno.weights.shards import TensorShard
 
 
 class PackedWeight:
@@ -112,22 +114,38 @@ class Linear:
 
 
 def allocate_linear(
-    table: ParameterTable, module: str, name: str, parts: Mapping[str, int], in_size: int, *, bias: bool, pack: bool
+    table: ParameterTable,
+    module: str,
+    name: str,
+    parts: Mapping[str, int | Cut],
+    in_size: int | Cut,
+    *,
+    bias: bool,
+    pack: bool,
+    ranks: int = 1,
 ) -> Linear:
     """Allocate projection `module`.`name`, made of the checkpoint's projections `parts` (name -> rows) in order.
 
-    `pack` keeps a packed copy where that is possible.
+    A cut says which rows, or which columns, one of `ranks` holds. `pack` keeps a packed copy where that is possible.
     """
-    out_size = sum(parts.values())
+    cuts = {part: _cut(rows) for part, rows in parts.items()}
+    columns = _cut(in_size)
+    out_size = sum(rows.size for rows in cuts.values())
     tensors = {}
-    for kind, shape in (("weight", (out_size, in_size)), ("bias", (out_size,))):
+    for kind, shape in (("weight", (out_size, columns.size)), ("bias", (out_size,))):
         if kind == "bias" and not bias:
             continue
-        rows = {f"{module}.{part}.{kind}": count for part, count in parts.items()}
-        tensors[kind] = table.allocate(f"{module}.{name}.{kind}", shape, rows)
+        names = {part: f"{module}.{part}.{kind}" for part in cuts}
+        shards = {names[part]: TensorShard.of(rows, columns if kind == "weight" else None, ranks=ranks) for part, rows in cuts.items()}
+        counts = {names[part]: rows.size for part, rows in cuts.items()}
+        tensors[kind] = table.allocate(f"{module}.{name}.{kind}", shape, counts, shards if ranks > 1 else None)
     packed: PackedWeight | SidewaysWeight | None = None
-    if pack and SidewaysWeight.is_possible(table, out_size, in_size):
+    if pack and SidewaysWeight.is_possible(table, out_size, columns.size):
         packed = SidewaysWeight(tensors["weight"])
     elif pack and PackedWeight.is_possible(table):
         packed = PackedWeight(table, f"{module}.{name}", tensors["weight"])
     return Linear(tensors["weight"], tensors["weight"].t(), tensors.get("bias"), packed)
+
+
+def _cut(size: int | Cut) -> Cut:
+    return size if isinstance(size, Cut) else Cut.whole(size)

@@ -11,45 +11,17 @@ from dataclasses import dataclass, replace
 
 from areno.errors import InvalidConfig
 from areno.models.model_config import ModelConfig
+from areno.weights.cut import Cut
 
 MAX_TP = 64
 _ALIGNED_IDS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Places `start` to `stop` - 1 of `total` along one dimension."""
-
-    total: int
-    start: int
-    stop: int
-
-    @staticmethod
-    def whole(total: int) -> Cut:
-        """Return all of them."""
-        return Cut(total, 0, total)
-
-    @staticmethod
-    def part(total: int, index: int, parts: int) -> Cut:
-        """Return one of `parts` equal runs."""
-        size = total // parts
-        return Cut(total, index * size, (index + 1) * size)
-
-    @property
-    def size(self) -> int:
-        """Number of places."""
-        return self.stop - self.start
-
-    def times(self, factor: int) -> Cut:
-        """Return the cut where every place stands for this many."""
-        return Cut(self.total * factor, self.start * factor, self.stop * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShard:
     """What rank `rank` of `size` holds; `whole` is the model's shape, `local` the same with the rank's own heads and MLP columns.
 
-    `kv_copies` ranks in a row hold the same key and value heads. `width` ids a rank are cut off; the last one may have fewer in `ids`.
+    `width` ids are cut off for a rank; the last one has those that are left in `ids`.
     """
 
     rank: int
@@ -58,7 +30,6 @@ class ModelShard:
     local: ModelConfig
     heads: Cut
     kv_heads: Cut
-    kv_copies: int
     mlp: Cut
     ids: Cut
     width: int
@@ -104,7 +75,7 @@ def shard_model(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelShard
     check_tp(config, size)
     copies = max(1, size // config.num_kv_heads)
     heads, mlp = Cut.part(config.num_heads, rank, size), Cut.part(config.intermediate_size, rank, size)
-    kv_heads = Cut.part(config.num_kv_heads, rank // copies, size // copies)
+    kv_heads = Cut.part(config.num_kv_heads, rank // copies, size // copies, copies=copies)
     width = _ids_of_rank(config.vocab_size, size)
     return ModelShard(
         rank=rank,
@@ -113,7 +84,6 @@ def shard_model(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelShard
         local=replace(config, num_heads=heads.size, num_kv_heads=kv_heads.size, intermediate_size=mlp.size),
         heads=heads,
         kv_heads=kv_heads,
-        kv_copies=copies,
         mlp=mlp,
         ids=Cut(config.vocab_size, rank * width, min((rank + 1) * width, config.vocab_size)),
         width=width,

@@ -102,12 +102,16 @@ class Follower:
 
     def _follow(self) -> None:
         from areno.models.model_config import read_model_config
+        from areno.rank import free_memory
         from areno.ranks.share import Share
 
         plan = self._plan
         group = self._connect()
         share = Share(self._segment, plan.rank, read_model_config(Path(plan.model)), group.device, group)
         self._phase(Phase.RUNNING)
+        if group.size > 1:
+            # Rank 0 asks for it next, before it says what to build.
+            free_memory(group)
         reader = LogReader(self._segment, plan.rank, plan.event_fd)
         while True:
             message = reader.next()

@@ -33,13 +33,13 @@ from areno.weights.update import Canary, WeightUpdate, digests
 WARM = Variant(noise=True, sums=True)
 
 
-def make_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, device: torch.device) -> Rank:
+def make_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, group: TPGroup) -> Rank:
     """Build and fill one rank, ready for commands."""
-    rank = build_rank(config, resolved, model_config, device)
+    rank = build_rank(config, resolved, model_config, group.device, group=group)
     if config.load_format == "dummy":
         fill_randomly(rank.model, resolved.seed)
     else:
-        load_checkpoint(Path(config.model), rank.model.table)
+        load_checkpoint(Path(config.model), rank.model.table, group)
     rank.path.warm_up(resolved.buckets, WARM)
     return rank
 
@@ -70,7 +70,7 @@ class Share:
             ops.MeasureCanaries: self._measure,
             ops.PublishUpdate: self._publish,
             ops.AbortUpdate: self._abort,
-            ops.TakeDigests: lambda _: digests(self._own.rank.model.table),
+            ops.TakeDigests: lambda _: digests(self._own.rank.model.table, self._group),
             ops.ReleaseKV: self._release,
             ops.MoveOutWeights: self._move_out,
             ops.WakeUp: self._wake,
@@ -109,7 +109,7 @@ class Share:
     def _build(self, entry: ops.Build) -> None:
         config = EngineConfig(**json.loads(entry.config))
         resolved = resolved_from_json(entry.resolved)
-        self._built = _Built(make_rank(config, resolved, self._model_config, self._device), resolved)
+        self._built = _Built(make_rank(config, resolved, self._model_config, self._group), resolved)
 
     def _score(self, entry: ops.ScoreIds) -> None:
         with torch.inference_mode():
@@ -119,7 +119,8 @@ class Share:
         manifest = None
         if entry.manifest:
             manifest = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in json.loads(entry.manifest).items()}
-        self._update = WeightUpdate(self._own.rank.model.table, manifest, version=entry.version, partial=entry.partial)
+        table = self._own.rank.model.table
+        self._update = WeightUpdate(table, manifest, version=entry.version, partial=entry.partial, group=self._group)
 
     def _stage_piece(self, entry: ops.StagePiece) -> None:
         dtype: torch.dtype = getattr(torch, entry.dtype)

@@ -30,6 +30,11 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
+def signed(value: int) -> int:
+    """Return the int64 with the bits of an unsigned `value`."""
+    return value - (1 << 64) if value >> 63 else value
+
+
 def mix64(x: np.ndarray) -> np.ndarray:
     """Return splitmix64 of each uint64: golden-ratio step, then the finaliser. Source: Steele et al. 2014."""
     x = x + np.uint64(_GOLDEN)
@@ -86,11 +91,35 @@ def digest_slice(tensor: torch.Tensor, start_index: int) -> int:
     return total & MASK64
 
 
-def digest_part(tensor: torch.Tensor, start_index: int) -> torch.Tensor:
-    """Return `digest_slice` of a tensor on a CUDA device as an int64 scalar there, without waiting for it. Raises: TypeError."""
+def digest_rows(tensor: torch.Tensor, start_index: int, stride: int) -> int:
+    """Return the digest's part of rows whose first elements have the flat indices `start_index`, `start_index` + `stride`, ...
+
+    Shapes: [rows, width], in host memory. It is how columns of a tensor add up to the whole one. Raises: TypeError.
+    """
+    rows, width = tensor.shape
+    if rows == 1 or width == stride:
+        return digest_slice(tensor, start_index)
+    step, total = max(_CHUNK // max(width, 1), 1), 0
+    widened = np.empty(min(step, rows) * width, np.uint64)
+    target = torch.from_numpy(widened.view(np.int64))
+    columns = np.arange(width, dtype=np.uint64) + np.uint64(start_index)
+    for first in range(0, rows, step):
+        block = tensor[first : first + step]
+        firsts = np.arange(first, first + block.shape[0], dtype=np.uint64) * np.uint64(stride)
+        factors = mix64((firsts[:, None] + columns).reshape(-1)) | np.uint64(1)
+        target[: block.numel()].copy_(bits_of(block).view(_WORD_DTYPES[tensor.element_size()]))
+        total += int(np.einsum("i,i->", widened[: block.numel()], factors))
+    return total & MASK64
+
+
+def digest_part(tensor: torch.Tensor, start_index: int, *, run: int = 0, stride: int = 0) -> torch.Tensor:
+    """Return `digest_slice` of a tensor on a CUDA device as an int64 scalar there, without waiting for it.
+
+    With `run`, each run of so many elements begins `stride` behind the one before it. Raises: TypeError.
+    """
     from areno.kernels.digest import digest_sum
 
-    return digest_sum(bits_of(tensor), start_index)
+    return digest_sum(bits_of(tensor), start_index, run=run, stride=stride)
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ part of the weights: the model must not be served.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -19,9 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from areno.errors import CheckpointError
+from areno.parallel import TPGroup
 from areno.weights.names import SOURCE_DTYPES, ParameterTable, canonical_name, is_finite, list_names
 
 SINGLE_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _RESAVE = "copy the checkpoint again in full, or write it again with save_pretrained"
@@ -36,13 +39,48 @@ class _Sources:
     index: Mapping[str, str] | None
 
 
-def load_checkpoint(folder: str | Path, table: ParameterTable) -> None:
+def load_checkpoint(folder: str | Path, table: ParameterTable, group: TPGroup | None = None) -> None:
     """Fill every tensor of `table` from the safetensors files in `folder`, cast to the table's dtype.
 
-    Mutates: the table's live storage and derived tensors. Raises: CheckpointError naming tensors and files.
+    A rank of several reads its part of each tensor and no more; all of them load, and fail together. Mutates: the table's live
+    storage and derived tensors. Raises: CheckpointError naming tensors and files.
     """
     folder = Path(folder)
-    sources = _find_sources(folder)
+    if group is None or group.size == 1:
+        _load(folder, table)
+        return
+    failed: CheckpointError | None = None
+    fingerprint = 0
+    try:
+        sources = _find_sources(folder)
+        fingerprint = _fingerprint(folder, sources)
+        _load(folder, table, sources)
+    except CheckpointError as error:
+        failed = error
+    ranks = group.gather_words([fingerprint, int(failed is not None)])
+    if failed is not None:
+        raise failed
+    for rank, (found, has_failed) in enumerate(ranks):
+        if has_failed or found != fingerprint:
+            what = "could not load its part of" if has_failed else "found other files than this rank in"
+            raise CheckpointError(
+                f"rank {rank} {what} the checkpoint",
+                field="model",
+                value=str(folder),
+                limit="all ranks read the same files, which nobody writes meanwhile",
+                remedy="see that rank's own error" if has_failed else "start again when the checkpoint is complete",
+            )
+
+
+def _fingerprint(folder: Path, sources: _Sources) -> int:
+    """Return a number that changes with the files' names, sizes and times."""
+    stats = [(name, (folder / name).stat()) for name in (CONFIG_FILE, *sources.files)]
+    text = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _load(folder: Path, table: ParameterTable, sources: _Sources | None = None) -> None:
+    sources = sources or _find_sources(folder)
     loading = _Loading(table)
     for file_name in sources.files:
         try:
@@ -96,8 +134,8 @@ class _Loading:
     def take(self, name: str, file_name: str, file: Any) -> None:
         """Copy one tensor of an open file into its view."""
         canonical = canonical_name(name)
-        target = self.table.views.get(self.table.tied.get(canonical, canonical))
-        if target is None:
+        held = self.table.tied.get(canonical, canonical)
+        if held not in self.table.views:
             # Old checkpoints carry rope's frequencies as buffers; the model computes them from the config.
             if not name.endswith("rotary_emb.inv_freq"):
                 self.unknown[name] = file_name
@@ -107,10 +145,11 @@ class _Loading:
                 name, file_name, f"it is in {self.origin[canonical]} too", "keep one of the two, or add an index that says which counts"
             )
         self.origin[canonical] = file_name
-        shape = tuple(file.get_slice(name).get_shape())
-        if shape != tuple(target.shape):
-            raise _wrong_tensor(name, file_name, f"its shape is {shape}, config.json makes it {tuple(target.shape)}", _WRONG_CONFIG)
-        tensor = file.get_tensor(name)
+        target, shard, stored = self.table.views[held], self.table.shards.get(held), file.get_slice(name)
+        shape = tuple(stored.get_shape())
+        if shape != self.table.shape_of(held):
+            raise _wrong_tensor(name, file_name, f"its shape is {shape}, config.json makes it {self.table.shape_of(held)}", _WRONG_CONFIG)
+        tensor = file.get_tensor(name) if shard is None else stored[shard.place]
         if tensor.dtype not in SOURCE_DTYPES:
             raise _wrong_tensor(name, file_name, f"its dtype is {tensor.dtype}", "save the weights in float32, bfloat16 or float16")
         if canonical in self.table.tied:

@@ -33,15 +33,15 @@ def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *,
 
     for name, spec in manifest.items():
         canonical = canonical_name(name)
-        known = table.views.get(table.tied.get(canonical, canonical))
-        if known is None:
+        target = table.tied.get(canonical, canonical)
+        if target not in table.views:
             # A search over all names is dear, and a forgotten prefix makes every name unknown.
             hint = f" ({nearest_name(canonical, table.views)})" if len(problems) < SUGGESTIONS else ""
             blame(name, f"unknown: {name}{hint}")
         elif canonical in specs:
             blame(name, f"offered twice: {canonical}, as {given[canonical]} and as {name}")
-        elif tuple(spec.shape) != tuple(known.shape):
-            blame(name, f"wrong shape: {name} is {tuple(spec.shape)}, the model's is {tuple(known.shape)}")
+        elif tuple(spec.shape) != table.shape_of(target):
+            blame(name, f"wrong shape: {name} is {tuple(spec.shape)}, the model's is {table.shape_of(target)}")
         elif spec.dtype not in SOURCE_NAMES:
             blame(name, f"wrong dtype: {name} is {spec.dtype}, accepted are {', '.join(SOURCE_NAMES)}")
         specs[canonical], given[canonical] = spec, name

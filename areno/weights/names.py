@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from areno.weights.shards import TensorShard
+
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _SHOWN_NAMES = 20
 _PART_BYTES = 16 << 20
@@ -115,11 +117,13 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class ParameterTable:
     """A model's tensors: `live` by storage name, `views` by Hugging Face name, hooks that rebuild what derives from them.
 
+    Of a model that is cut into ranks it holds one rank's part: storage and views are the parts, `shards` says by name which part of
+    the whole tensor each one is (empty where all is whole); names, shapes and counts told to others are of whole tensors.
     `stages_on` says where staged weights lie: "device", "host", or "auto". Several threads may read; only loading and updates
     write, between forwards.
     """
 
-    __slots__ = ("_addresses", "_derived", "_parts", "_pinned", "_twin", "device", "dtype", "live", "stages_on", "tied", "views")
+    __slots__ = ("_addresses", "_derived", "_parts", "_pinned", "_twin", "device", "dtype", "live", "shards", "stages_on", "tied", "views")
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, pinned: bool = False):
         self._pinned = pinned
@@ -128,16 +132,24 @@ class ParameterTable:
         self.device = device
         self.live: dict[str, torch.Tensor] = {}
         self.views: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, TensorShard] = {}
         self.tied: dict[str, str] = {}
         self._derived: dict[str, Callable[[], None]] = {}
         self._addresses: dict[str, int] = {}
         self._parts: dict[str, dict[str, int]] = {}
         self._twin: ParameterTable | None = None
 
-    def allocate(self, name: str, shape: tuple[int, ...], parts: Mapping[str, int] | None = None) -> torch.Tensor:
+    def allocate(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        parts: Mapping[str, int] | None = None,
+        shards: Mapping[str, TensorShard] | None = None,
+    ) -> torch.Tensor:
         """Return new live storage `name`; `parts` maps Hugging Face names to their counts of rows, in order.
 
-        Without parts the storage is one tensor under its own name. Mutates: the table.
+        Without parts the storage is one tensor under its own name. `shards` says of each part what it is of a whole tensor.
+        Mutates: the table.
         """
         parts = dict(parts or {name: shape[0]})
         assert name not in self.live and not self.views.keys() & parts.keys(), f"{name} or a part of it is allocated twice"
@@ -147,6 +159,7 @@ class ParameterTable:
             storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device, pin_memory=self._pinned)
             bounds = list(itertools.accumulate(parts.values(), initial=0))
             self.views.update({part: storage[start:end] for part, start, end in zip(parts, bounds, bounds[1:])})
+        self.shards.update(shards or {})
         self.live[name] = storage
         self._addresses[name] = storage.data_ptr()
         self._parts[name] = parts
@@ -223,12 +236,22 @@ class ParameterTable:
         for rebuild in self._derived.values():
             rebuild()
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor `name`, of which a rank may hold a part."""
+        return self.shards[name].shape if name in self.shards else tuple(self.views[name].shape)
+
     def manifest(self) -> dict[str, TensorSpec]:
         """Return the tensors that a full update must bring; tied names are not among them."""
-        return {name: TensorSpec(dtype_name(view.dtype), tuple(view.shape)) for name, view in self.views.items()}
+        return {name: TensorSpec(dtype_name(view.dtype), self.shape_of(name)) for name, view in self.views.items()}
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all tensors of the model, whole."""
+        return sum(math.prod(self.shape_of(name)) for name in self.views)
+
+    @property
+    def num_local_parameters(self) -> int:
+        """Elements that are here."""
         return sum(view.numel() for view in self.views.values())
 
     def check_integrity(self) -> None:

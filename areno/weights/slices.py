@@ -6,9 +6,8 @@ size; a run that comes again replaces itself.
 
 from __future__ import annotations
 
-from areno.weights.digest import MASK64
 from areno.weights.manifest import mismatch
-from areno.weights.staged import StagedFacts
+from areno.weights.staged import StagedFacts, join_facts
 
 
 class SliceLedger:
@@ -40,7 +39,4 @@ class SliceLedger:
 
     def facts(self, name: str) -> StagedFacts:
         """Return what is known of a whole tensor from its runs."""
-        parts = [facts for _, facts in self._runs[name].values() if facts is not None]
-        return StagedFacts(
-            sum(part.digest for part in parts) & MASK64, all(part.finite for part in parts), any(part.changed for part in parts)
-        )
+        return join_facts(facts for _, facts in self._runs[name].values() if facts is not None)

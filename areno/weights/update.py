@@ -8,6 +8,10 @@ either keeps it or swaps back. Nothing here touches live weights before `swap`.
 
 Invariant: a full update is complete or refused as a whole. Live storage keeps its addresses: the contents of live and
 staged tensors change places (through a small scratch buffer, on a device in one pass), so a second swap restores the old bits.
+
+In a tensor-parallel engine every rank has an update of its own table, is handed the same whole tensors in the same order, and keeps
+its part of each. What names, shapes and order decide is refused alike everywhere; what values decide is left to `verify`, where the
+ranks put together what they found and come to one verdict.
 """
 
 from __future__ import annotations
@@ -22,13 +26,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from areno.errors import DigestMismatch, InvalidRequest, ManifestMismatch
+from areno.errors import DigestMismatch, EngineFailure, InvalidRequest, ManifestMismatch
+from areno.parallel import TPGroup
 from areno.request import MAX_TEMPERATURE, MIN_TEMPERATURE
-from areno.weights.digest import MASK64, bits_of, digest, digest_slice
+from areno.weights.digest import MASK64, bits_of, digest, digest_part, digest_rows, digest_slice, signed
 from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
 from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
+from areno.weights.shards import Overlap, TensorShard, merge_digests
 from areno.weights.slices import SliceLedger
-from areno.weights.staged import PendingFacts, StagedFacts, inspect, inspect_on_device, inspect_slice, known
+from areno.weights.staged import Layout, PendingFacts, StagedFacts, inspect, inspect_on_device, inspect_rows, join_facts, known
 
 _SCRATCH_BYTES = 16 << 20
 _LOOK_BYTES = 1 << 30
@@ -119,8 +125,10 @@ class WeightUpdate:
     """An open update of `table`. One at a time: it stages in the table's one staging storage."""
 
     __slots__ = (
+        "_conflicts",
         "_copies",
         "_facts",
+        "_group",
         "_looker",
         "_looks",
         "_manifest",
@@ -141,14 +149,25 @@ class WeightUpdate:
         "version",
     )
 
-    def __init__(self, table: ParameterTable, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool):
+    def __init__(
+        self,
+        table: ParameterTable,
+        manifest: Mapping[str, TensorSpec] | None,
+        *,
+        version: int,
+        partial: bool,
+        group: TPGroup | None = None,
+    ):
         """Check the manifest against the model before a byte is taken. Raises: ManifestMismatch listing every wrong name."""
+        self._group = group or TPGroup.single(table.device)
         self._manifest = None if manifest is None else check_manifest(table, manifest, partial=partial)
         self._table = table
         self._staged = table.staging()
         self._sources: dict[str, str] = {}
         # What is known of staged tensors, taken away when one comes again.
         self._facts: dict[str, StagedFacts | PendingFacts] = {}
+        # Tensors whose part here came again under an alias with other values; other ranks' parts may be equal.
+        self._conflicts: set[str] = set()
         self._stream = self._looker = None
         if table.device.type == "cuda":
             # Looking at what is staged must not hold up the copies behind it.
@@ -186,23 +205,24 @@ class WeightUpdate:
             _check_finite(name, cast, self._table.dtype)
             self._tied[canonical] = digest(cast)
             return
-        target = self._staged.views[canonical]
+        target, shard = self._staged.views[canonical], self._table.shards.get(canonical)
+        part = tensor if shard is None else shard.take(tensor)
         earlier = self._sources.get(canonical, name)
-        if earlier != name and not torch.equal(bits_of(tensor.to(device=target.device, dtype=target.dtype)), bits_of(target)):
-            raise mismatch(
-                f"tensor {canonical} was offered twice, as {earlier} and as {name}, with other values",
-                name,
-                "send each tensor under one name",
-            )
+        if earlier == name:
+            self._conflicts.discard(canonical)
+        elif not torch.equal(bits_of(part.to(device=target.device, dtype=target.dtype)), bits_of(target)):
+            if shard is None:
+                raise _offered_twice(canonical, earlier, name)
+            self._conflicts.add(canonical)
         self._sources.pop(canonical, None)
         self._facts.pop(canonical, None)
         with self._beside_decode([tensor], complete=not tensor.is_cuda):
-            target.copy_(tensor)
+            target.copy_(part)
         if self._stream is None:
             started = time.perf_counter()
-            facts = inspect(target, self._table.views[canonical])
+            facts = inspect(target, self._table.views[canonical], _layout_of(shard))
             self.inspect_s += time.perf_counter() - started
-            if not facts.finite:
+            if not facts.finite and shard is None:
                 raise _not_finite(name, self._table.dtype)
             self._facts[canonical] = facts
         else:
@@ -255,22 +275,10 @@ class WeightUpdate:
             if self._slices.add(canonical, start, count, StagedFacts(digest_slice(cast, start), True, False), size=size):
                 self._tied[canonical] = self._slices.facts(canonical).digest
             return
-        live = self._table.views[canonical].view(-1)[start : start + count]
-        staged = self._staged.views[canonical].view(-1)[start : start + count]
-        facts = None
-        if self._stream is None:
-            staged.copy_(values)
-            started = time.perf_counter()
-            facts = inspect_slice(staged, live, start)
-            self.inspect_s += time.perf_counter() - started
-            if not facts.finite:
-                raise _not_finite(name, self._table.dtype)
-        elif values.is_cuda and staged.is_cuda:
-            self._copies.append((staged, values))
-        else:
-            # Not launched and left: the next slice may come in the same memory.
-            with self._beside_decode([values], complete=True):
-                staged.copy_(values)
+        shard = self._table.shards.get(canonical)
+        facts = self._stage_run(canonical, shard, values, start)
+        if facts is not None and not facts.finite and shard is None:
+            raise _not_finite(name, self._table.dtype)
         if not self._slices.add(canonical, start, count, facts, size=size):
             return
         self._sources[canonical] = name
@@ -278,6 +286,27 @@ class WeightUpdate:
             self._unknown[canonical] = self._staged.views[canonical].nbytes
         else:
             self._facts[canonical] = self._slices.facts(canonical)
+
+    def _stage_run(self, name: str, shard: TensorShard | None, values: torch.Tensor, start: int) -> StagedFacts | None:
+        """Copy what is this rank's of a run of elements; return what the host learns of it, None on a device."""
+        live, staged, count = self._table.views[name], self._staged.views[name], values.numel()
+        overlaps = [Overlap(0, start, start, 1, count, 0)] if shard is None else list(shard.overlaps(start, count))
+        copies = [(one.of_shard(staged), one.of_run(values)) for one in overlaps]
+        if self._stream is not None:
+            if values.is_cuda and staged.is_cuda:
+                self._copies += copies
+                return None
+            # Not launched and left: the next slice may come in the same memory.
+            with self._beside_decode([values], complete=True):
+                for target, source in copies:
+                    target.copy_(source)
+            return None
+        for target, source in copies:
+            target.copy_(source)
+        started = time.perf_counter()
+        parts = [inspect_rows(one.of_shard(staged), one.of_shard(live), one.index, one.stride) for one in overlaps]
+        self.inspect_s += time.perf_counter() - started
+        return join_facts(parts)
 
     def settle_slices(self) -> None:
         """Copy every slice and wait for it; what it was copied from may be written then. Begins, on a device, to look at the tensors."""
@@ -305,18 +334,19 @@ class WeightUpdate:
         self._looker.wait_stream(self._stream)
         with torch.cuda.stream(self._looker):
             events[0].record()
-            facts = inspect_on_device([(self._staged.views[name], self._table.views[name]) for name in names])
+            layouts = [layout for name in names if (layout := _layout_of(self._table.shards.get(name)))]
+            facts = inspect_on_device([(self._staged.views[name], self._table.views[name]) for name in names], layouts or None)
             events[1].record()
         self._facts.update(zip(names, facts))
         self._looks.append(events)
 
     def _check_offer(self, name: str, canonical: str, offered: TensorSpec) -> None:
-        known = self._table.views.get(self._table.tied.get(canonical, canonical))
-        if known is None:
+        target = self._table.tied.get(canonical, canonical)
+        if target not in self._table.views:
             raise mismatch(f"tensor {name} is not in the model", name, nearest_name(canonical, self._table.views))
-        if offered.shape != tuple(known.shape):
+        if offered.shape != self._table.shape_of(target):
             raise mismatch(
-                f"tensor {name} has shape {offered.shape}, the model's is {tuple(known.shape)}",
+                f"tensor {name} has shape {offered.shape}, the model's is {self._table.shape_of(target)}",
                 name,
                 "send it whole and unreshaped; nothing is broadcast",
             )
@@ -335,7 +365,8 @@ class WeightUpdate:
     def verify(self, digests: Mapping[str, int] | None) -> None:
         """Prove that everything is staged, and equal to the trainer's tensors after the cast if `digests` are given.
 
-        Mutates: `counts`, `staging_s`. Raises: ManifestMismatch (incomplete), DigestMismatch naming the tensors.
+        Of several ranks all verify, and all come to the same end. Mutates: `counts`, `staging_s`. Blocks: for the other ranks.
+        Raises: ManifestMismatch (incomplete, not finite), DigestMismatch naming the tensors.
         """
         assert self.state is not UpdateState.SWAPPED, "an update is verified before its swap"
         self.staging_s = time.monotonic() - self._opened_at
@@ -362,7 +393,10 @@ class WeightUpdate:
             self.inspect_s += sum(begun.elapsed_time(ended) for begun, ended in self._looks) / 1e3
             self._looks.clear()
         names = list(self._sources)
-        self._facts.update(zip(names, known(self._facts[name] for name in names)))
+        facts = known(self._facts[name] for name in names)
+        if self._group.size > 1:
+            facts = self._merge(names, facts)
+        self._facts.update(zip(names, facts))
         broken = [name for name in names if not self._fact(name).finite]
         if broken:
             raise mismatch(
@@ -370,6 +404,30 @@ class WeightUpdate:
                 sorted(broken),
                 "look for a diverged step in the trainer",
             )
+
+    def _merge(self, names: list[str], facts: list[StagedFacts]) -> list[StagedFacts]:
+        """Return what all ranks together know of whole tensors. Blocks: for the other ranks."""
+        words = [word for name, one in zip(names, facts) for word in (*one.words(), int(name in self._conflicts))]
+        found = self._group.gather_words(words)
+        merged, torn = [], []
+        for place, name in enumerate(names):
+            ranks = [rank[4 * place : 4 * place + 4] for rank in found]
+            if any(rank[3] for rank in ranks):
+                # The other name is known only to the ranks whose part differs.
+                raise _offered_twice(name, "another name", self._sources[name])
+            whole = merge_digests([rank[0] for rank in ranks], self._table.shards[name].copies)
+            if whole is None:
+                torn.append(name)
+            merged.append(StagedFacts(whole or 0, all(rank[1] for rank in ranks), any(rank[2] for rank in ranks)))
+        if torn:
+            raise DigestMismatch(
+                f"ranks hold other values of {list_names(torn)}",
+                field="digests",
+                value=sorted(torn),
+                limit=f"copies of one tensor must be equal; {OLD_SERVE_ON}",
+                remedy="push again; if it comes back, start the engine again",
+            )
+        return merged
 
     def _fact(self, name: str) -> StagedFacts:
         facts = self._facts[name]
@@ -391,7 +449,7 @@ class WeightUpdate:
     def _check_tied(self) -> None:
         for name, found in self._tied.items():
             target = self._table.tied[name]
-            if found != (self._fact(target).digest if target in self._sources else digest(self._table.views[target])):
+            if found != (self._fact(target).digest if target in self._sources else _digests_of(self._table, [target], self._group)[target]):
                 raise mismatch(
                     f"tensor {name} is tied to {target} in this model, but the values differ",
                     name,
@@ -427,7 +485,7 @@ class WeightUpdate:
             )
 
     def _count(self) -> UpdateCounts:
-        sizes = {name: self._staged.views[name].nbytes for name in self._sources}
+        sizes = {name: math.prod(self._table.shape_of(name)) * self._table.dtype.itemsize for name in self._sources}
         changed = [name for name in sizes if self._fact(name).changed]
         return UpdateCounts(len(sizes), sum(sizes.values()), len(changed), sum(sizes[name] for name in changed))
 
@@ -473,6 +531,45 @@ def _not_finite(name: str, dtype: torch.dtype) -> ManifestMismatch:
     return mismatch(f"tensor {name} holds NaN or infinity as {dtype}", name, "look for a diverged step in the trainer")
 
 
-def digests(table: ParameterTable) -> dict[str, int]:
-    """Return the digest of every live tensor by its Hugging Face name, read from the storage that serves."""
-    return {name: digest(view) for name, view in table.views.items()}
+def _offered_twice(name: str, first: str, second: str) -> ManifestMismatch:
+    return mismatch(
+        f"tensor {name} was offered twice, as {first} and as {second}, with other values", second, "send each tensor under one name"
+    )
+
+
+def _layout_of(shard: TensorShard | None) -> Layout | None:
+    return None if shard is None else Layout(shard.first, shard.run, shard.stride)
+
+
+def digests(table: ParameterTable, group: TPGroup | None = None) -> dict[str, int]:
+    """Return the digest of every live tensor by its Hugging Face name, read from the storage that serves.
+
+    Of several ranks all call it, and all get the digests of the whole tensors. Blocks: for the other ranks. Raises: EngineFailure
+    where copies of one tensor differ.
+    """
+    return _digests_of(table, list(table.views), group or TPGroup.single(table.device))
+
+
+def _digests_of(table: ParameterTable, names: list[str], group: TPGroup) -> dict[str, int]:
+    if group.size == 1:
+        return {name: digest(table.views[name]) for name in names}
+    found = []
+    for name in names:
+        shard, view = table.shards[name], table.views[name]
+        if view.is_cuda:
+            found.append(int(digest_part(view, shard.first, run=shard.run, stride=shard.stride)))
+        else:
+            found.append(signed(digest_rows(view.view(-1, shard.run), shard.first, shard.stride)))
+    ranks = group.gather_words(found)
+    merged = {}
+    for place, name in enumerate(names):
+        value = merge_digests([rank[place] for rank in ranks], table.shards[name].copies)
+        if value is None:
+            raise EngineFailure(
+                f"ranks hold other values of {name}",
+                field="tp",
+                limit="copies of one tensor must be equal",
+                remedy="start the engine again, or push a full update",
+            )
+        merged[name] = value
+    return merged
