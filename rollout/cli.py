@@ -1,4 +1,4 @@
-"""The command line: `python -m rollout serve | check | info | stats | keys`.
+"""The command line: `python -m rollout serve | check | info | stats | top | keys`.
 
 Options of `serve` are those of `ServiceConfig`. With `--json`, what ends, ends with one JSON line on standard output;
 logs and human text for a running service go to standard error.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from rollout.environment_report import Finding, environment_report
 from rollout.errors import RolloutError, error_fields, error_from_fields
 from rollout.key_commands import app as keys_app
 from rollout.service.engine_host import checked_options, option_default
+from rollout.service.logs import set_up_logging
 
 app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -159,6 +159,17 @@ def serve(
     state_dir: Annotated[str | None, typer.Option(help="State folder.", show_default="ARENO_STATE_DIR, else the user's")] = None,
     lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
     max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
+    max_client_requests: Annotated[
+        int | None, typer.Option(help="Most requests of one client at the same time.", show_default="max_requests")
+    ] = None,
+    host_timeout_s: Annotated[
+        float, typer.Option(help="How long an engine host that owes something may be silent before it is replaced, in seconds.")
+    ] = 120.0,
+    drain_s: Annotated[float, typer.Option(help="How long requests may end after a first SIGTERM or Ctrl-C, in seconds.")] = 10.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port on loopback for Prometheus; 0 takes a free one.", show_default="none")
+    ] = None,
+    log_format: Annotated[str, typer.Option(help="text, or json for one object a line.")] = "text",
     insecure: Annotated[bool, typer.Option("--insecure", help="Take TCP connections from anybody and without encryption.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line when ready and one when stopped or failed.")] = False,
 ) -> None:
@@ -166,7 +177,6 @@ def serve(
     from rollout.service.front import serve as run_service
 
     options = {name: value for name, value in locals().items() if name not in ("as_json", "run_service")}
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(message)s", stream=sys.stderr)
 
     def on_event(event: str, fields: Mapping[str, object]) -> None:
         if as_json:
@@ -177,6 +187,7 @@ def serve(
 
     try:
         config = ServiceConfig.from_fields(options)
+        set_up_logging("front", config.log_format)
         checked_options(config.engine_arguments())
         error = run_service(config, on_event)
     except ValueError as refused:
@@ -286,6 +297,26 @@ def stats(
 ) -> None:
     """Print a running service's counters and gauges."""
     _show(_ask(address, key, timeout_s, as_json, "stats"), as_json)
+
+
+@app.command()
+def top(
+    address: Address = None,
+    key: Key = None,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two pictures.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
+) -> None:
+    """Watch a running service; Ctrl-C ends it."""
+    from rollout.top import show
+
+    try:
+        with connect(address, timeout_s=timeout_s, name="top", key=key) as client:
+            show(client, interval_s, once=once)
+    except KeyboardInterrupt:
+        pass
+    except RolloutError as error:
+        raise _refuse(error, False) from None
 
 
 def main() -> None:

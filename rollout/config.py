@@ -20,6 +20,7 @@ from typing import Any
 from rollout.errors import InvalidConfig
 from rollout.state import StateFolder, default_state_dir
 
+LOG_FORMATS = ("text", "json")
 DEFAULT_ENGINE = "rollout.service.engine_host:load_engine"
 # Options that go to the engine under their own names when they are given.
 ENGINE_OPTIONS = (
@@ -69,7 +70,8 @@ class ServiceConfig:
     `max_record_bytes` bounds the results of all live requests together, `max_client_record_bytes` and `max_client_requests` what one
     client has of them. An engine host that owes something and is silent for `host_timeout_s`, or not ready after
     `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in the log. `drain_s` is how long
-    requests may end after a first SIGTERM. `threads` are the engine's CPU threads; None means
+    requests may end after a first SIGTERM. `metrics_port` serves the numbers to Prometheus on
+    loopback. `threads` are the engine's CPU threads; None means
     half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last` names
     a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
     Raises: InvalidConfig naming field, value, limit and remedy.
@@ -117,6 +119,8 @@ class ServiceConfig:
     host_start_timeout_s: float = 1800.0
     stall_s: float = 60.0
     drain_s: float = 10.0
+    metrics_port: int | None = None
+    log_format: str = "text"
     watch_parent: bool = False
     engine: str = DEFAULT_ENGINE
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -160,6 +164,10 @@ class ServiceConfig:
             )
         if self.keep_last is not None and not Path(self.keep_last).absolute().parent.is_dir():
             raise _refuse("keep_last", self.keep_last, "a file in a folder that exists")
+        if self.metrics_port is not None and not (type(self.metrics_port) is int and 0 <= self.metrics_port < 2**16):
+            raise _refuse("metrics_port", self.metrics_port, "a port of 0 (a free one) to 65535")
+        if self.log_format not in LOG_FORMATS:
+            raise _refuse("log_format", self.log_format, " or ".join(LOG_FORMATS))
         if self.engine.count(":") != 1:
             raise _refuse("engine", self.engine, "module:name")
 

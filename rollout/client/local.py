@@ -57,7 +57,7 @@ def _is_alive(pid: int, started: float) -> bool:
 
 
 class LocalService:
-    """The context manager of `rollout.local`. `client` and `address` are there inside the block."""
+    """The context manager of `rollout.local`. Inside the block: `client`, `address`, and with a `metrics_port` the URL `metrics`."""
 
     def __init__(self, model: str, *, start_timeout_s: float, timeout_s: float, options: dict[str, Any]) -> None:
         self._options = {"model": str(model), **options}
@@ -66,6 +66,7 @@ class LocalService:
         self._process: subprocess.Popen[bytes] | None = None
         self.client: Client | None = None
         self.address: str | None = None
+        self.metrics: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -95,7 +96,8 @@ class LocalService:
                     stderr=log,
                     start_new_session=True,
                 )
-            self.address = str(self._ready()["address"])
+            ready = self._ready()
+            self.address, self.metrics = str(ready["address"]), ready.get("metrics")
             self.client = connect(self.address, timeout_s=self._timeout_s, key=self._key(config))
         except BaseException:
             self.stop()

@@ -178,7 +178,8 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceInfo:
-    """What a service is. `health`: starting, ready, needs_weights, failed, stopping; `engine` is None until it is loaded.
+    """What a service is. `health`: starting, loading, ready, updating, needs_weights, degraded, failed, stopping; `engine` is None until
+    it is loaded.
 
     `paused_by` names the clients for which the engine stands still, and for how long; `asleep` says what memory it has given back:
     "kv", "weights" (both) or None.

@@ -34,6 +34,7 @@ import numpy as np
 from rollout.config import DEFAULT_ENGINE
 from rollout.errors import InvalidConfig, error_fields
 from rollout.service.last_weights import LastWeights
+from rollout.service.logs import set_up_logging
 from rollout.service.parent_watch import ParentWatch
 from rollout.service.step_outbox import StepOutbox
 from rollout.service.weight_intake import StagedFile, WeightIntake
@@ -84,6 +85,7 @@ class HostConfig:
     lost: Mapping[str, Any] | None
     threads: int | None
     max_message_bytes: int
+    log_format: str
     own_files: list[str]
     service_lock: str
     service_files: list[str]
@@ -472,7 +474,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="JSON file written by the front")
     with open(parser.parse_args(arguments).config) as file:
         config = HostConfig(**json.load(file))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine_host %(levelname)s %(message)s")
+    set_up_logging("engine_host", config.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def orphaned() -> None:

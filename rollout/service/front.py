@@ -42,10 +42,12 @@ from rollout.service.bound_sockets import BoundSockets
 from rollout.service.calls import Calls
 from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
+from rollout.service.exporter import Exporter
 from rollout.service.host_link import HostLink
 from rollout.service.host_probe import HostProbe
 from rollout.service.ledger import Ledger
 from rollout.service.lifecycle import Lifecycle
+from rollout.service.logs import set_up_logging
 from rollout.service.metrics import FrontMetrics, snapshot
 from rollout.service.outbound import Outbound
 from rollout.service.parent_watch import ParentWatch
@@ -141,6 +143,12 @@ class Front:
             health=lambda: self.health,
         )
         self._handlers = self._table()
+        port, wake = config.metrics_port, self._lifecycle.wake
+        try:
+            self._exporter = None if port is None else Exporter(port, self._numbers, self._calls, wake=wake)
+        except RolloutError:
+            self._sockets.close()
+            raise
 
     def _table(self) -> dict[Channel, dict[Op, Callable[[Session, Packet], None]]]:
         return {
@@ -197,7 +205,12 @@ class Front:
     def _host_event(self, event: str, fields: Mapping[str, object]) -> None:
         if event == "failed":
             self._lifecycle.stop()
-        self._on_event(event, {"address": self._config.address, "model": self._config.model, "pid": os.getpid(), **fields})
+        self._on_event(
+            event, {"address": self._config.address, "model": self._config.model, "pid": os.getpid(), **self._exported(), **fields}
+        )
+
+    def _exported(self) -> dict[str, object]:
+        return {} if self._exporter is None else {"metrics": self._exporter.address}
 
     def _published(self, version: int) -> None:
         self._admission.version = version
@@ -225,6 +238,8 @@ class Front:
             self._slept_through(clock.stood_still(now, timeout_s))
             if self._lifecycle.wake_fd in ready:
                 self._lifecycle.awake()
+                if self._exporter is not None:
+                    self._exporter.answer(engine=self._admission.ready)
             self._access.doorway.serve()
             self._drain_clients(now)
             self._supervisor.drain()
@@ -287,6 +302,8 @@ class Front:
         for session in self._sessions.all():
             self._outbound.flush(session, goodbye)
         self._link.stop(HOST_GRACE_S)
+        if self._exporter is not None:
+            self._exporter.close()
         self._sockets.close()
         self._lifecycle.close()
 
@@ -469,9 +486,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rollout.service.front", description="A rollout service from a JSON config.")
     parser.add_argument("--config", required=True, help="JSON file, see ServiceConfig.to_json")
     text = Path(parser.parse_args(arguments).config).read_text()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(message)s")
     try:
-        error = serve(ServiceConfig.from_json(text), _print_event)
+        config = ServiceConfig.from_json(text)
+        set_up_logging("front", config.log_format)
+        error = serve(config, _print_event)
     except RolloutError as refused:
         _print_event("failed", {"error": error_fields(refused)})
         return 1

@@ -96,6 +96,7 @@ class HostLink:
             "lost": None if lost is None else {"version": lost.version, "digests": dict(lost.digests)},
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
+            "log_format": self._config.log_format,
             "own_files": [str(path) for path in self._files],
             "service_lock": str(state.lock_path(address)),
             "service_files": [str(path) for path in [*socket_files(address), state.announcement_path(address.text)]],

@@ -1,0 +1,141 @@
+"""The numbers of a service for Prometheus, over HTTP on loopback.
+
+    scraper --GET /metrics--> HTTP thread --ask, wake--> front's loop --STATS--> engine host
+                                   ^--------- numbers ------+--------------------+
+
+The HTTP thread never reads the front's state: it asks and waits, the loop answers between two turns, so that the numbers of one
+scrape belong together. Nothing runs between scrapes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rollout.errors import AddressInUse
+from rollout.service.calls import Calls
+from rollout.wire.messages import Message, Op, StatsResult
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+HOST = "127.0.0.1"
+ANSWER_S = 5.0
+ENDINGS = ("stop", "length", "cancelled", "expired", "failed")
+HEALTHS = ("starting", "loading", "ready", "updating", "needs_weights", "degraded", "failed", "stopping")
+COUNTERS = {
+    "received": "requests_received",
+    "refused": "requests_refused",
+    "attached": "requests_attached",
+    "accepted": "requests_accepted",
+    "tokens": "tokens",
+    "late_tokens": "late_tokens",
+    "tokens_after_stop": "tokens_after_stop",
+    "flushes": "flushes",
+    "flushed_bytes": "flushed_bytes",
+    "messages": "messages",
+    "malformed": "malformed_messages",
+    "undeliverable": "undeliverable_replies",
+    "lapsed_leases": "lapsed_leases",
+    "host_starts": "host_starts",
+    "accounting_errors": "accounting_errors",
+    "refused_connections": "refused_connections",
+}
+
+Numbers = Mapping[str, object]
+
+
+def metrics_of(front: Numbers, engine: Numbers | None) -> list[Metric]:
+    """Return what a scrape shows: counters, endings by kind, failures by code, health as a state set, the rest as gauges."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    ended = CounterMetricFamily("rollout_requests_ended", "Requests that ended, by kind.", labels=["kind"])
+    failed = CounterMetricFamily("rollout_requests_failed", "Requests that ended as failed, by the code of the cause.", labels=["code"])
+    health = GaugeMetricFamily("rollout_health", "1 for the state that the service is in.", labels=["state"])
+    found: list[Metric] = [ended, failed, health]
+    for state in HEALTHS:
+        health.add_metric([state], float(front["health"] == state))
+    for name, value in front.items():
+        if name in ENDINGS:
+            ended.add_metric([name], _number(value))
+        elif name.startswith("failed_"):
+            failed.add_metric([name.removeprefix("failed_")], _number(value))
+        elif name in COUNTERS:
+            found.append(CounterMetricFamily(f"rollout_{COUNTERS[name]}", f"{name} of stats().", value=_number(value)))
+        elif isinstance(value, (int, float)):
+            found.append(GaugeMetricFamily(f"rollout_{_unit(name)}", f"{name} of stats().", value=_number(value)))
+    for name, value in (engine or {}).items():
+        if isinstance(value, (int, float)):
+            found.append(GaugeMetricFamily(f"rollout_engine_{_unit(name)}", f"{name} of the engine's stats().", value=_number(value)))
+    return found
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _unit(name: str) -> str:
+    return f"{name[:-2]}_seconds" if name.endswith("_s") else name
+
+
+class Exporter:
+    """Serves the metrics; see the module. `wake` gets the loop to call `answer`. Raises: AddressInUse."""
+
+    def __init__(self, port: int, numbers: Callable[[], Numbers], calls: Calls, *, wake: Callable[[], None]) -> None:
+        # Only a service that exports loads the library.
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._numbers, self._calls, self._wake = numbers, calls, wake
+        self._asked: deque[queue.SimpleQueue[tuple[Numbers, Numbers | None]]] = deque()
+        self._closed = False
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr=HOST, registry=registry)
+        except OSError as error:
+            raise AddressInUse(
+                f"metrics_port={port} of {HOST} cannot be bound: {error.strerror}",
+                field="metrics_port",
+                value=port,
+                remedy="choose another metrics_port, or 0 for a free one",
+            ) from None
+        self.address = f"http://{HOST}:{self._server.server_port}/metrics"
+
+    def describe(self) -> list[Metric]:
+        """Promise no names: they follow from the numbers."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of this moment; called by the HTTP thread. Blocks: until the loop and the engine host have answered."""
+        if self._closed:
+            return []
+        box: queue.SimpleQueue[tuple[Numbers, Numbers | None]] = queue.SimpleQueue()
+        self._asked.append(box)
+        self._wake()
+        try:
+            return metrics_of(*box.get(timeout=ANSWER_S))
+        except queue.Empty:
+            return []
+
+    def answer(self, *, engine: bool) -> None:
+        """Answer who asked; `engine` tells whether a host is there to be asked. Called by the loop."""
+        while self._asked:
+            box = self._asked.popleft()
+            if not engine:
+                box.put((self._numbers(), None))
+                continue
+
+            def told(body: Message, box: queue.SimpleQueue[tuple[Numbers, Numbers | None]] = box) -> None:
+                box.put((self._numbers(), body.engine if isinstance(body, StatsResult) else None))
+
+            self._calls.ask(Op.STATS, {}, on_result=told, on_error=told)
+
+    def close(self) -> None:
+        """Close the socket. Blocks: a moment."""
+        self._closed = True
+        self.answer(engine=False)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(ANSWER_S)
