@@ -209,11 +209,18 @@ class Peers:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Give errors of work in which ranks meet their cause: a lost rank, where there is one. Raises: EngineFailure."""
+        """Give errors of work in which ranks meet their cause: a lost rank, where there is one. Raises: EngineFailure.
+
+        Whatever ends such work halfway ends all ranks, but for refusals, which all ranks share.
+        """
         try:
             yield
-        except RuntimeError as error:
+        except BaseException as error:
             if isinstance(error, ArenoError) and not isinstance(error, EngineFailure):
+                raise
+            if not isinstance(error, RuntimeError):
+                # An interrupt, or a bug: nobody knows which part of the work was done.
+                self.fail(_failure_of(error))
                 raise
             if not self._see_lost():
                 # The others are in the middle of what rank 0 did not finish.
@@ -338,13 +345,16 @@ class Peers:
         self._segment.close()
 
 
-def _failure_of(error: RuntimeError) -> EngineFailure:
+def _failure_of(error: BaseException) -> EngineFailure:
     from areno.device_errors import device_failure
 
     if isinstance(error, EngineFailure):
         return error
-    what = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return device_failure(error) or EngineFailure(f"rank 0 failed: {what}", field="tp", value=0, remedy="start the engine again")
+    failure = device_failure(error) if isinstance(error, RuntimeError) else None
+    what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    return failure or EngineFailure(
+        f"rank 0 left the work of all ranks halfway: {what}", field="tp", value=0, remedy="start the engine again"
+    )
 
 
 def _end(processes: dict[int, subprocess.Popen[Any]], folder: Path) -> None:

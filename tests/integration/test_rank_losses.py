@@ -170,6 +170,26 @@ def test_a_rank_that_breaks_leaves_its_reason(start: Callable[..., Peers]) -> No
         peers.expect(peers.tell(ops.PublishUpdate(version=BREAK)))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError("a bug"), RuntimeError("boom")])
+def test_work_of_all_ranks_that_rank_0_leaves_halfway_ends_them(
+    start: Callable[..., Peers], error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areno.ranks.peers._LOST_IS_SEEN_S", 0.1)
+    peers = start(size=2)
+    peers.meet()
+    with pytest.raises(CheckpointError):
+        with peers.together():
+            raise CheckpointError("a refusal that all ranks share")
+    peers.check()
+    raised = EngineFailure if isinstance(error, RuntimeError) else type(error)
+    with pytest.raises(raised):
+        with peers.together():
+            raise error
+    with pytest.raises(EngineFailure, match=f"rank 0 left the work of all ranks halfway: {type(error).__name__}"):
+        peers.tell(ops.SettleSlices())
+    wait_until(lambda: not any(alive(pid) for pid in peers.pids.values()), 2.0)
+
+
 def test_ranks_that_run_on_are_blamed_for_nothing_and_end_with_close(start: Callable[..., Peers]) -> None:
     peers = start()
     pids = peers.pids
