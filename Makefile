@@ -40,7 +40,9 @@ DEMO_ARGS ?=
 export PIP_RETRIES
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo demo-seeds test test-long test-gpu lint format bench chaos clean
+FUZZ_MUTATIONS ?= 100000
+
+.PHONY: help setup demo demo-seeds test test-long test-gpu lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo        set up .venv, then train the embedded tiny model at tic-tac-toe on the CPU (under 5 minutes)"
@@ -48,6 +50,7 @@ help:
 	echo "make test        lint, format check, types, import contracts and tests; TEST_ARGS='-k name' narrows the tests"
 	echo "make test-long   the tests that 'make test' leaves out; lists them first"
 	echo "make test-gpu    the tests that need a CUDA device, and nothing else; SYSTEM_TORCH=1 for your CUDA build of torch"
+	echo "make fuzz        hostile messages on every socket of a service; FUZZ_MUTATIONS=$(FUZZ_MUTATIONS), FUZZ_SEED=0 for others"
 	echo "make lint        the checks without the tests"
 	echo "make format      let ruff rewrite what it can"
 	echo "make chaos       kills clients, engine host and trainer under load for CHAOS_S=$(CHAOS_S) seconds, then proves that nothing was lost"
@@ -140,6 +143,9 @@ test-gpu: $(STAMP)
 
 chaos: $(STAMP)
 	@"$(PY)" -m tests.chaos --seconds $(CHAOS_S)
+
+fuzz: $(STAMP)
+	@FUZZ_MUTATIONS="$(FUZZ_MUTATIONS)" "$(PY)" -m pytest tests/fuzz $(TEST_ARGS)
 
 bench: $(STAMP)
 	@"$(PY)" -m tests.bench.$(BENCH) --json

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from areno.commands import PrefillChunk
+from areno.decode.capture import CapturePermit
 from areno.kernels.prefill_attention import cut_blocks
 from areno.kv.store import KVStore
 from areno.models.dense_cuda import FusedDecoder, PagedChunks, SeenChunks
@@ -24,7 +25,6 @@ from areno.uploads import upload
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 BLOCK_TOKENS = 64
 MAX_PAGES = 1 << 14
-CAPTURE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class _Fields:
 class PrefillGraphs:
     """Runs prompt chunks. Shapes: hidden states [T, hidden], valid until the next run."""
 
-    def __init__(self, fused: FusedDecoder, store: KVStore, *, max_tokens: int, graphs: bool) -> None:
-        self._fused, self._store, self._graphs_on = fused, store, graphs
+    def __init__(self, fused: FusedDecoder, store: KVStore, *, max_tokens: int, permit: CapturePermit) -> None:
+        self._fused, self._store, self._permit = fused, store, permit
         self._device = store.keys.device
         self._sizes = [size for size in SIZES if size <= max_tokens]
         largest = self._fields(self._sizes[-1] if self._sizes else 0)
@@ -74,7 +74,7 @@ class PrefillGraphs:
         fields = self._fields(size)
         self._fill(fields, chunks, packed, pages)
         graph = self._graphs.get(size)
-        if graph is None and size in self._seen and self._may_capture():
+        if graph is None and size in self._seen and self._permit.allows(size):
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 self._launch(fields)
@@ -90,10 +90,8 @@ class PrefillGraphs:
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._seen.clear()
+        self._permit.forget()
         self._pool = torch.cuda.graph_pool_handle()
-
-    def _may_capture(self) -> bool:
-        return self._graphs_on and torch.cuda.mem_get_info(self._device)[0] >= CAPTURE_BYTES
 
     def _fill(self, fields: _Fields, chunks: Sequence[PrefillChunk], packed: PackedChunks, pages: list[np.ndarray]) -> None:
         flat = np.concatenate(pages)

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from areno.config import LANE_MULTIPLE, DeviceLimits, EngineConfig, ResolvedConfig
+from areno.decode.capture import CapturePermit
 from areno.decode.path import DecodePath
 from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
@@ -293,7 +294,8 @@ def _build_forward(
         return Forward(model, store, dtype)
     from areno.prefill_graphs import PrefillGraphs
 
-    return Forward(model, store, dtype, PrefillGraphs(fused, store, max_tokens=resolved.max_prefill_tokens, graphs=config.graphs))
+    permit = CapturePermit(model.group, enabled=config.graphs)
+    return Forward(model, store, dtype, PrefillGraphs(fused, store, max_tokens=resolved.max_prefill_tokens, permit=permit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +325,8 @@ class _PathBuilder:
         from areno.decode.steps import DecodeSteps
 
         page_size = self.resolved.page_size
-        steps = DecodeSteps(self.fused, slots, self.model.config, lanes=num_rows, page_size=page_size, device=device, graphs=graphs)
+        permit = CapturePermit(self.model.group, enabled=graphs)
+        steps = DecodeSteps(self.fused, slots, self.model.config, lanes=num_rows, page_size=page_size, device=device, permit=permit)
         if rebuilt:
             return RebuiltGraphPath(steps, slots, kept=self.config.kept_ids, device=device, **sizes)
         return GraphPath(steps, DecodeTables(slots=slots, device=device, **sizes), ring, self.transport)

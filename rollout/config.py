@@ -67,13 +67,13 @@ class ServiceConfig:
 
     Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
     least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
-    `max_record_bytes` bounds the results of all live requests together, `max_client_record_bytes` and `max_client_requests` what one
-    client has of them. An engine host that owes something and is silent for `host_timeout_s`, or not ready after
-    `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in the log. `drain_s` is how long
-    requests may end after a first SIGTERM. `metrics_port` serves the numbers to Prometheus on
+    `max_record_bytes` bounds prompts and results of all live requests together, `max_client_record_bytes` and
+    `max_client_requests` what one client has of them. An engine host that owes something and is silent for `host_timeout_s`,
+    or not ready after `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in
+    the log. `drain_s` is how long requests may end after a first SIGTERM. `metrics_port` serves the numbers to Prometheus on
     loopback. `threads` are the engine's CPU threads; None means
-    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last` names
-    a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
+    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last`
+    names a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
     Raises: InvalidConfig naming field, value, limit and remedy.
     """
 

@@ -52,6 +52,11 @@ class GraphPath:
         """Compile and capture steps of short rows, while no row is alive."""
         self.steps.warm_up(buckets, variant, self.memory_of)
 
+    @property
+    def num_captures(self) -> int:
+        """Number of captured kinds of steps."""
+        return self.steps.num_graphs
+
     def forget_captures(self) -> None:
         """Drop the graphs, whose launches name addresses."""
         self.steps.forget_captures()

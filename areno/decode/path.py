@@ -28,6 +28,10 @@ class DecodePath(Protocol):
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Get ready for steps of these sizes while no row is alive."""
 
+    @property
+    def num_captures(self) -> int:
+        """Number of kinds of steps that are captured."""
+
     def forget_captures(self) -> None:
         """Drop what was captured over memory that has moved; it is made again as steps come, or by `warm_up`."""
 

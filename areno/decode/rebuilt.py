@@ -78,6 +78,11 @@ class RebuiltPath:
     def warm_up(self, buckets: tuple[int, ...], variant: Variant) -> None:
         """Nothing to compile here."""
 
+    @property
+    def num_captures(self) -> int:
+        """Nothing is captured here."""
+        return 0
+
     def forget_captures(self) -> None:
         """Nothing is captured here."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.commands import DecodeLaunch
+from areno.decode.capture import CapturePermit
 from areno.decode.row_state import RowState
 from areno.kernels import rows as row_kernels
 from areno.kernels import sample
@@ -24,9 +25,6 @@ from areno.models.dense_cuda import FusedDecoder
 from areno.models.model_config import ModelConfig
 from areno.sampling.penalties import SlotTables
 from areno.sampling.variant import Variant
-
-CAPTURE_BYTES = 256 << 20
-"""Free memory below which no further graph is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +60,9 @@ class DecodeSteps:
         lanes: int,
         page_size: int,
         device: torch.device,
-        graphs: bool,
+        permit: CapturePermit,
     ) -> None:
-        self._fused, self._slots, self._page_size, self._device, self._graphs_on = fused, slots, page_size, device, graphs
+        self._fused, self._slots, self._page_size, self._device, self._permit = fused, slots, page_size, device, permit
         self._num_valid_ids = model.num_valid_ids
         self._lanes = row_kernels.LaneBuffers.allocate(lanes, device)
         self._x = torch.zeros((lanes, model.hidden_size), dtype=fused.embedding.dtype, device=device)
@@ -72,7 +70,7 @@ class DecodeSteps:
         self._workspace = sample.SampleWorkspace.allocate(lanes, model.vocab_size, device, filters=True)
         self._seen: set[StepKind] = set()
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if permit.enabled else None
         self.counter = torch.zeros((), dtype=torch.int32, device=device)
 
     @property
@@ -95,7 +93,7 @@ class DecodeSteps:
         graph = self._graphs.get(kind)
         if graph is not None:
             graph.replay()
-        elif kind in self._seen and self._graphs_on and torch.cuda.mem_get_info(self._device)[0] >= CAPTURE_BYTES:
+        elif kind in self._seen and self._permit.allows(kind):
             self._capture(kind, memory).replay()
         else:
             self._seen.add(kind)
@@ -103,7 +101,7 @@ class DecodeSteps:
 
     def warm_up(self, buckets: tuple[int, ...], variant: Variant, memory_of: Callable[[StepKind], StepMemory]) -> None:
         """Compile and capture steps of short rows. Only while no row is alive and every result was read, so that none changes."""
-        if not self._graphs_on:
+        if not self._permit.enabled:
             return
         counted = self.counter.clone()
         for bucket in reversed(buckets):
@@ -120,7 +118,8 @@ class DecodeSteps:
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._seen.clear()
-        self._pool = torch.cuda.graph_pool_handle() if self._graphs_on else None
+        self._permit.forget()
+        self._pool = torch.cuda.graph_pool_handle() if self._permit.enabled else None
 
     def sample_prefill(self, variant: Variant, logits: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], memory: StepMemory) -> None:
         """Draw the next token of rows whose prompts are complete and record it; the launch is counted by the caller.

@@ -53,8 +53,8 @@ _TELL_S = 10.0
 class PeersPlan:
     """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
 
-    `stall_s` is how long a collective, or any one entry of the log, may take: kernels compile in some. With
-    `broadcasts` weights go from device to device. `module` is what follows.
+    `start_s` bounds how long a rank that starts may show no sign of life; `stall_s` how long a collective, or any one entry of the log,
+    may take: kernels compile in some. With `broadcasts` weights go from device to device. `module` is what follows.
     """
 
     model: Path
@@ -64,6 +64,7 @@ class PeersPlan:
     rank_timeout_s: float
     stall_s: float
     threads: int
+    start_s: float = 60.0
     dedicated: bool = False
     broadcasts: bool = False
     sizes: SegmentSizes | None = None
@@ -94,7 +95,7 @@ class Peers:
         code, checkpoint = code_identity(), checkpoint_identity(plan.model)
         for rank in self._events:
             self._processes[rank] = self._start(rank, code, checkpoint)
-        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(60.0, plan.rank_timeout_s), stall_s=plan.stall_s)
+        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(plan.start_s, plan.rank_timeout_s), stall_s=plan.stall_s)
         me = weakref.ref(self)
 
         def lost(error: ArenoError) -> None:
@@ -324,6 +325,7 @@ class Peers:
         """End a process that does nothing else, if its engine waits on in something that a lost rank will never do."""
         if not self._told.wait(_TELL_S):
             print(f"areno: {error}; rank 0 waits in vain and is ended", file=sys.stderr, flush=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(EXIT_FAILED)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from areno.errors import EngineFailure
 if TYPE_CHECKING:
     from areno.decode.path import DecodePath
 
-FIELDS = ("alive", "length", "generation", "last_token", "page table")
+FIELDS = ("alive", "length", "generation", "last_token", "page table", "number of captured steps")
 CHECK_LAUNCHES = 256
 _SHOWN_ROWS = 4
 
@@ -23,7 +23,8 @@ def state_of(path: DecodePath) -> np.ndarray:
     table_RP = state["page_table"].cpu().numpy().astype(np.int64)
     weights_P = np.arange(1, 2 * table_RP.shape[1], 2, dtype=np.int64) * np.int64(0x9E3779B97F4A7C15 - (1 << 64))
     columns = [state[name].cpu().numpy().astype(np.int64) for name in FIELDS[:4]]
-    return np.stack([*columns, (table_RP * weights_P).sum(axis=1)])
+    captures = np.full(table_RP.shape[0], path.num_captures, np.int64)
+    return np.stack([*columns, (table_RP * weights_P).sum(axis=1), captures])
 
 
 def compare_states(mine: np.ndarray, others: Mapping[int, np.ndarray]) -> None:

@@ -33,7 +33,10 @@ REMEDY = "the engine cannot go on without it: start it again, and see that rank'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
-    """How long a rank may show no beat, may take to show its first one, and may stay at one entry while it is not done with the log."""
+    """How long a rank may show no beat, before it runs and afterwards, and how long it may stay at one entry of the log.
+
+    Loading libraries may keep every other thread of a process waiting for seconds.
+    """
 
     beat_s: float
     start_s: float
@@ -119,13 +122,14 @@ class RankWatch:
         entries = segment.head(Head.ENTRIES)
         for rank, process in self._processes.items():
             beat_s = segment.own(rank, Own.BEAT) * _NS
-            age_s, limit_s = (since.age_s(beat_s), limits.beat_s) if beat_s else (since.age_s(started_s), limits.start_s)
+            runs = segment.own(rank, Own.PHASE) >= Phase.RUNNING
+            age_s, limit_s = since.age_s(beat_s or started_s), limits.beat_s if runs else limits.start_s
             if age_s > limit_s:
                 return EngineFailure(
                     f"rank {rank} (pid {process.pid}) has shown no sign of life for {age_s:.1f} s",
                     field="tp",
                     value=rank,
-                    limit=f"rank_timeout_s allows {limit_s:g} s",
+                    limit=f"rank_timeout_s allows {limit_s:g} s" if runs else f"a start may take {limit_s:g} s without one",
                     remedy=REMEDY,
                 )
             done = segment.own(rank, Own.DONE)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.errors import Busy, Conflict, Gone, InvalidRequest, RolloutError
+from rollout.errors import Busy, Conflict, Gone, InvalidRequest, RequestTooLong, RolloutError
 from rollout.service.ledger import Ledger
 from rollout.service.records import Record, Reservation
 from rollout.wire.codec import NO_REQUEST, Arrays
@@ -45,8 +45,25 @@ class Admission:
             return f"waits for version {record.min_version}"
         return "waits until the engine is awake" if self.asleep is not None else "waits for a commit"
 
-    def needs_of(self, body: Generate, prompt_tokens: int) -> Reservation:
-        """Return what a request may come to hold. Numbers that make no sense reserve nothing: the engine refuses them."""
+    def length_refusal(self, body: Generate, arrays: Arrays) -> RolloutError | None:
+        """Return why a prompt is too long for any budget, or None; it would only be carried around for nothing."""
+        prompt_tokens = int(arrays["prompt_ids"].size)
+        if self.max_model_len is None or prompt_tokens <= self.max_model_len:
+            return None
+        total = prompt_tokens - body.prior_output_tokens + body.max_new_tokens
+        return RequestTooLong(
+            f"prompt of {prompt_tokens} and max_new_tokens={body.max_new_tokens} make {total} tokens",
+            field="max_new_tokens",
+            value=total,
+            limit=f"the context holds {self.max_model_len}",
+            remedy="shorten the prompt or lower max_new_tokens",
+        )
+
+    def needs_of(self, body: Generate, arrays: Arrays, members: int) -> Reservation:
+        """Return what each of the members of a message may come to hold. Numbers that make no sense reserve nothing: the engine
+        refuses them.
+        """
+        prompt_tokens = int(arrays["prompt_ids"].size)
         left = body.max_new_tokens - max(0, body.prior_output_tokens)
         left = max(0, min(left, self.max_model_len or left))
         first = body.prompt_logprobs_from
@@ -55,6 +72,7 @@ class Admission:
             scored_tokens=0 if first is None else max(0, prompt_tokens - max(0, first)),
             text_tokens=left + min(max(0, body.prior_output_tokens), prompt_tokens) if body.stop else 0,
             keeps=body.return_kept_ids,
+            input_bytes=-(-sum(array.nbytes for name, array in arrays.items() if name != "member_ids") // max(1, members)),
         )
 
 

@@ -435,6 +435,20 @@ def remove_leftovers(config: HostConfig) -> None:
     lock.release(remove=alone)
 
 
+# What handlers use; the second part with an engine that has loaded torch.
+_USED = ("numpy.ma", "uuid", "areno.errors", "areno.request")
+_USED_WITH_TORCH = ("areno.weights.update", "safetensors.torch", "torch.distributed")
+
+
+def _load_ahead(device: str) -> None:
+    """Load what handlers use, so that no message of anybody's makes this process look for code."""
+    for name in (*_USED, *(_USED_WITH_TORCH if "torch" in sys.modules else ())):
+        importlib.import_module(name)
+    if device.startswith("cuda"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module("cuda.bindings.driver")
+
+
 def _serve(config: HostConfig, peer: Peer) -> int:
     gc.disable()
     peer.send(encode(Op.HOST_LOADING, NO_REQUEST, {}))
@@ -444,6 +458,7 @@ def _serve(config: HostConfig, peer: Peer) -> int:
 
             torch.set_num_threads(max(1, config.threads // checked_options(config.engine_arguments).tp))
         engine = _factory(config.engine)(**config.engine_arguments)
+        _load_ahead(str(engine.info.device))
         # What is loaded now stays: no collection has to go through it, neither while it is made nor later.
         gc.freeze()
         gc.enable()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -59,7 +60,7 @@ from rollout.service.supervisor import OnEvent, Supervisor
 from rollout.service.watchdog import Watchdog
 from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
-from rollout.wire.codec import NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
+from rollout.wire.codec import MAX_FRAMES, NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
 from rollout.wire.gate import principal_of
 from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score, ToolWait
 from rollout.wire.security import new_token
@@ -324,7 +325,11 @@ class Front:
         generation = False
         try:
             if not incoming.whole or not incoming.frames:
-                raise WireError("a message with too many frames or none", remedy="see the protocol in rollout/README.md")
+                raise WireError(
+                    "a message with too many frames or bytes, or with none",
+                    limit=f"at most {MAX_FRAMES} frames of {self._config.max_message_bytes} bytes together",
+                    remedy="send less at once; see the protocol in rollout/README.md",
+                )
             header = read_header(incoming.frames[0])
             request_id = header.request_id
             if not Router.drew(incoming.route):
@@ -471,6 +476,8 @@ def _fingerprint(frames: list[bytes]) -> bytes:
 
 def serve(config: ServiceConfig, on_event: OnEvent) -> RolloutError | None:
     """Run a service in this process until it is stopped; return the error if its engine could not be started. Blocks."""
+    # numpy loads it at the first use of some functions; no message of anybody's is to make this process look for code.
+    importlib.import_module("numpy.ma")
     front = Front(config, on_event)
     if config.watch_parent:
         ParentWatch(front.stop)

@@ -186,6 +186,7 @@ class Ledger:
             fingerprint=fingerprint,
             prompt_tokens=prompt_tokens,
             reserved_bytes=needs.num_bytes,
+            input_bytes=needs.input_bytes,
             seed=seed,
             received_at=now,
         )
@@ -209,6 +210,15 @@ class Ledger:
         self._progress_at = np.concatenate([self._progress_at, np.full(rows, np.inf)])
         self._taking = np.concatenate([self._taking, np.zeros(rows, bool)])
         self._keeps = np.concatenate([self._keeps, np.zeros(rows, bool)])
+
+    def inherit(self, heir: Record, ended: Record) -> None:
+        """Let a member of a group answer for the input that it shares with one that ended before."""
+        heir.reserved_bytes += ended.input_bytes
+        heir.input_bytes += ended.input_bytes
+        self.reserved_bytes += ended.input_bytes
+        owned = self._owned.get(heir.session)
+        if owned is not None:
+            owned.reserved_bytes += ended.input_bytes
 
     def accept(self, record: Record) -> None:
         """Take the engine's consent."""

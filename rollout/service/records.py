@@ -30,19 +30,21 @@ class RecordState(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
     """What a request may come to hold, in tokens: sampled ones (with kept sets if it `keeps`), prompt ids to be scored, and
-    those whose text is kept.
+    those whose text is kept; and `input_bytes`, its share of the arrays that its message brought, which somebody holds to its end.
     """
 
     max_tokens: int
     scored_tokens: int = 0
     text_tokens: int = 0
     keeps: bool = False
+    input_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The most bytes that its record takes."""
         tokens = max(0, self.max_tokens) * (BYTES_PER_TOKEN + self.keeps * KEPT_BYTES_PER_TOKEN)
-        return tokens + max(0, self.scored_tokens) * SCORE_BYTES_PER_TOKEN + max(0, self.text_tokens) * TEXT_BYTES_PER_TOKEN
+        texts = max(0, self.text_tokens) * TEXT_BYTES_PER_TOKEN
+        return self.input_bytes + tokens + max(0, self.scored_tokens) * SCORE_BYTES_PER_TOKEN + texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,6 +95,7 @@ class Record:
     fingerprint: bytes
     prompt_tokens: int
     reserved_bytes: int
+    input_bytes: int
     seed: int
     received_at: float
     deadline: float | None = None

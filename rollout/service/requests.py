@@ -137,8 +137,9 @@ class RequestDesk:
             refusal = refusal or own
         if members and not fresh:
             return
-        needs = self._admission.needs_of(body, int(arrays["prompt_ids"].size))
-        refusal = refusal or self._admission.refusal() or (self._stop_text.refusal(body.stop) if body.stop else None)
+        needs = self._admission.needs_of(body, arrays, len(fresh))
+        refusal = refusal or self._admission.refusal() or self._admission.length_refusal(body, arrays)
+        refusal = refusal or (self._stop_text.refusal(body.stop) if body.stop else None)
         refusal = refusal or room_refusal(self._ledger, session.number, needs, len(fresh), now)
         if refusal is not None:
             self._refuse(session, packet.request_id, refusal, max(1, len(fresh)))
@@ -261,7 +262,9 @@ class RequestDesk:
         """End a request that the engine does not have."""
         if record.submitted:
             return False
-        self._submissions.take_back(record)
+        heir = self._submissions.take_back(record)
+        if heir is not None:
+            self._ledger.inherit(heir, record)
         self._end(record, kind, detail=detail)
         return True
 

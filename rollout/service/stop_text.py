@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.errors import InvalidRequest
 
@@ -48,6 +48,10 @@ class TextDecoder:
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=False)
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Take the first ids, all at once; the next one's text comes with theirs."""
+        self._ids.extend(ids)
 
     def add(self, token_id: int) -> str:
         """Take the next id and return the text that it settles."""
@@ -102,8 +106,11 @@ class StopMatcher:
         self._before_any = min_new_tokens
         self._parts: list[str] = []
         self._tail = ""
-        for token_id in earlier:
-            self._take(token_id)
+        if earlier:
+            # Thousands of them one by one would hold up everybody else's requests.
+            self._before_any -= len(earlier) - 1
+            self._decoder.begin(earlier[:-1])
+            self._take(earlier[-1])
 
     def _take(self, token_id: int) -> tuple[str, int]:
         """Return the text in which a match that this id completes lies, and where the id's own text begins in it."""
@@ -142,6 +149,8 @@ class StopText:
         self._content = files.get("tokenizer.json")
         self._tokenizer: Decodes | None = None
         self._failure: str | None = None if self._content is not None else "the model folder has no tokenizer.json"
+        # The library with the service, so that no message makes it look for code; the tokenizer when somebody needs it.
+        self._library: Any = importlib.import_module("tokenizers") if self._content is not None else None
 
     def refusal(self, strings: Sequence[str]) -> InvalidRequest | None:
         """Return why these stop strings cannot be matched here, or None. Loads the tokenizer."""
@@ -168,7 +177,7 @@ class StopText:
 
     def _load(self) -> None:
         try:
-            self._tokenizer = importlib.import_module("tokenizers").Tokenizer.from_buffer(self._content)
+            self._tokenizer = self._library.Tokenizer.from_buffer(self._content)
         except Exception as error:  # the loader raises plain Exception for whatever is wrong with the file
             self._failure = f"tokenizer.json cannot be loaded: {str(error)[:200]}"
         self._content = None

@@ -63,11 +63,16 @@ class Submissions:
         }
         self._link.send(Op.SUBMIT, fields, submission.arrays)
 
-    def take_back(self, record: Record) -> None:
-        """Take out a request that ended while it waited; no effect on one that does not wait."""
+    def take_back(self, record: Record) -> Record | None:
+        """Take out a request that ended while it waited; no effect on one that does not wait.
+
+        Returns a member of its group that still waits, with the input that they shared.
+        """
         submission = self._waiting.pop(record.engine_id, None)
-        if submission is not None:
-            del submission.members[record.engine_id]
+        if submission is None:
+            return None
+        del submission.members[record.engine_id]
+        return next(iter(submission.members.values()), None)
 
     def take_all(self) -> list[int]:
         """Take out everything; returns the engine numbers."""

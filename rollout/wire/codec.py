@@ -15,20 +15,22 @@ import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from rollout.errors import InvalidRequest, ProtocolMismatch, UnknownOperation, WireError, plain_text
-from rollout.wire.messages import ARRAYS, MODELS, ArraySpec, Message, Op, parse_fields
+from rollout.wire.messages import ARRAYS, MAX_BODY_BYTES, MODELS, SMALL_BODY_BYTES, ArraySpec, Message, Op, parse_fields
 
 PROTOCOL_VERSION = 1
 HEADER = struct.Struct("<HH16s")
 NO_REQUEST = bytes(16)
-MAX_BODY_BYTES = 16 * 2**20
 MAX_STRING = 2**20
 MAX_ITEMS = 200_000
 MAX_DEPTH = 8
+# Lists and maps of one body, all levels together: an empty one is a byte on the wire and sixty here.
+MAX_CONTAINERS = 400_000
 MAX_FRAMES = 18
 _OPS = {op.value: op for op in Op}
 
@@ -103,9 +105,31 @@ def _depth_over(value: object, limit: int) -> bool:
     return any(_depth_over(item, limit - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _unpack(frame: bytes) -> tuple[dict[str, object], list[object]]:
-    if len(frame) > MAX_BODY_BYTES:
-        raise WireError(f"the body has {len(frame)} bytes", limit=f"at most {MAX_BODY_BYTES}", remedy="send bulk data as array frames")
+class _ContainerCount:
+    """Stops the unpacking of a body that consists of too many lists and maps."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CONTAINERS
+
+    def __call__(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("too many lists and maps")
+        return value
+
+
+def _unpack(frame: bytes, op: Op) -> tuple[dict[str, object], list[object]]:
+    limit = MAX_BODY_BYTES[op]
+    if len(frame) > limit:
+        raise WireError(
+            f"the body of {op.name} has {len(frame)} bytes",
+            field="body",
+            value=len(frame),
+            limit=f"at most {limit}",
+            remedy="send bulk data as array frames",
+        )
+    # A small body holds few of them whatever it says.
+    count = _ContainerCount() if len(frame) > SMALL_BODY_BYTES else None
     try:
         value = msgpack.unpackb(
             frame,
@@ -116,8 +140,10 @@ def _unpack(frame: bytes) -> tuple[dict[str, object], list[object]]:
             max_array_len=MAX_ITEMS,
             max_map_len=MAX_ITEMS,
             max_ext_len=0,
+            list_hook=count,
+            object_hook=count,
         )
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(
             f"the body is not msgpack within limits ({type(error).__name__})", limit="see the limits in rollout/README.md"
         ) from None
@@ -204,7 +230,7 @@ def decode(frames: Sequence[bytes], allowed: Collection[Op]) -> Packet:
             limit=f"known: {', '.join(f'{known.name}={known.value}' for known in sorted(allowed))}",
             remedy="weight and pause operations go to the control socket, all others to the data socket",
         )
-    fields, descriptors = _unpack(frames[1])
+    fields, descriptors = _unpack(frames[1], op)
     arrays = _arrays(descriptors, frames[2:], op)
     body = parse_fields(MODELS[op], fields)
     return Packet(op=op, request_id=header.request_id, body=body, arrays=arrays, num_bytes=sum(map(len, frames)))

@@ -547,6 +547,23 @@ MODELS: Mapping[Op, type[Message]] = {
 }
 
 
+SMALL_BODY_BYTES = 64 * 2**10
+LARGE_BODY_BYTES = 16 * 2**20
+# Bodies that list tensors, endings or requests, or carry reports; all others are small.
+_LARGE = {
+    Op.DELTAS,
+    Op.WEIGHTS_BEGIN,
+    Op.WEIGHTS_STAGE_BUCKET,
+    Op.WEIGHTS_COMMIT,
+    Op.INFO_RESULT,
+    Op.STATS_RESULT,
+    Op.SUBMIT,
+    Op.STEP,
+    Op.UPDATE_OPEN,
+}
+MAX_BODY_BYTES: Mapping[Op, int] = {op: LARGE_BODY_BYTES if op in _LARGE else SMALL_BODY_BYTES for op in Op}
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """Which arrays a name may carry: shape [n, *row], n at most `most`."""

@@ -23,6 +23,8 @@ from rollout.wire.curve import ClientKey, KeyPair
 from rollout.wire.gate import Gate
 
 QUEUE_MESSAGES = 1000
+# A routing id comes before a message of its greatest length.
+ROUTE_BYTES = 256
 LINGER_MS = 500
 HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
@@ -49,7 +51,8 @@ class Sent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it had too many frames.
+    """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it
+    had too many frames or bytes.
 
     `user` is what the gate called the connection, empty on a socket without one.
     """
@@ -186,21 +189,26 @@ def _guard(socket: zmq.Socket[bytes], domain: bytes) -> None:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def _receive(socket: zmq.Socket[bytes], room: int) -> tuple[list[bytes], bool] | None:
-    """Return the frames of the next message, or None; frames beyond `room` are read and dropped."""
+def _receive(socket: zmq.Socket[bytes], room: int, max_bytes: int) -> tuple[list[bytes], bool] | None:
+    """Return the frames of the next message, or None; frames beyond `room` or `max_bytes` are read and dropped."""
     try:
         frames = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:
         return None
-    return frames, _receive_rest(socket, frames, room)
+    return frames, _receive_rest(socket, frames, room, max_bytes)
 
 
-def _receive_rest(socket: zmq.Socket[bytes], frames: list[bytes], room: int) -> bool:
-    """Add the frames of a message that was begun; False if it has more than `room`."""
+def _receive_rest(socket: zmq.Socket[bytes], frames: list[bytes], room: int, max_bytes: int) -> bool:
+    """Add the frames of a message that was begun; False if it has more than `room`, or more bytes than `max_bytes` in all.
+
+    libzmq's own limit is for each frame.
+    """
     whole = True
+    left = max_bytes - len(frames[0])
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv()
-        if len(frames) < room:
+        left -= len(frame)
+        if len(frames) < room and left >= 0:
             frames.append(frame)
         else:
             whole = False
@@ -232,6 +240,7 @@ class Router:
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         self._socket, self.address = socket, address
+        self._max_bytes = int(socket.getsockopt(zmq.MAXMSGSIZE)) + ROUTE_BYTES
 
     def receive(self) -> Incoming | None:
         """Return the next message that is there, or None."""
@@ -240,7 +249,7 @@ class Router:
         except zmq.Again:
             return None
         frames = [first.bytes]
-        whole = _receive_rest(self._socket, frames, MAX_FRAMES + 1)
+        whole = _receive_rest(self._socket, frames, MAX_FRAMES + 1, self._max_bytes)
         return Incoming(route=frames[0], frames=frames[1:], whole=whole, user=_user_of(first))
 
     def send(self, route: bytes, frames: Sequence[Frame]) -> Sent:
@@ -262,10 +271,11 @@ class Peer:
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, handshakes: Handshakes | None = None) -> None:
         self._socket, self.address, self.handshakes = socket, address, handshakes
+        self._max_bytes = int(socket.getsockopt(zmq.MAXMSGSIZE))
 
     def receive(self) -> Incoming | None:
         """Return the next message that is there, or None."""
-        received = _receive(self._socket, MAX_FRAMES)
+        received = _receive(self._socket, MAX_FRAMES, self._max_bytes)
         return None if received is None else Incoming(route=b"", frames=received[0], whole=received[1])
 
     def send(self, frames: Sequence[Frame]) -> Sent:
@@ -288,7 +298,7 @@ class Handshakes:
     def read(self) -> list[Handshake]:
         """Return what ended since the last call."""
         ended: list[Handshake] = []
-        while (received := _receive(self._socket, 2)) is not None:
+        while (received := _receive(self._socket, 2, MAX_GATE_MESSAGE_BYTES)) is not None:
             ended.append(Handshake(_FAILURES.get(zmq.Event(parse_monitor_message(received[0])["event"]), "ok")))
         return ended
 
@@ -305,7 +315,7 @@ class Doorway:
 
     def serve(self) -> None:
         """Answer what was asked."""
-        while (received := _receive(self._socket, MAX_FRAMES)) is not None:
+        while (received := _receive(self._socket, MAX_FRAMES, MAX_GATE_MESSAGE_BYTES)) is not None:
             self._socket.send_multipart(self._gate.judge(received[0]))
 
 

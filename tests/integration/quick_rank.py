@@ -16,6 +16,7 @@ from areno.ranks.follower import Follower, main
 from areno.ranks.log import LogReader
 from areno.ranks.operations import ANSWERED, CheckState, PublishUpdate, Stop
 from areno.ranks.segment import Phase
+from areno.ranks.state_check import FIELDS
 
 HANG, BREAK = 1001, 1002
 START_S = 0.4
@@ -41,7 +42,7 @@ class QuickFollower(Follower):
             if isinstance(entry, PublishUpdate) and entry.version == BREAK:
                 raise ValueError("it breaks as told")
             if isinstance(entry, CheckState):
-                put_state(self._segment, plan.rank, entry.number, np.zeros((5, 4), np.int64))
+                put_state(self._segment, plan.rank, entry.number, np.zeros((len(FIELDS), 4), np.int64))
             if isinstance(entry, ANSWERED):
                 put_answer(self._segment, message.number, Answer(rank=plan.rank))
             reader.executed(message)

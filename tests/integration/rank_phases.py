@@ -29,6 +29,7 @@ def quick_plan(folder: Path, *, size: int = 3, dedicated: bool = False, stall_s:
         launches_ahead=2,
         rank_timeout_s=TIMEOUT_S,
         stall_s=stall_s,
+        start_s=TIMEOUT_S,
         threads=1,
         dedicated=dedicated,
         sizes=SegmentSizes(world=size, num_records=8, bulk_bytes=4096),

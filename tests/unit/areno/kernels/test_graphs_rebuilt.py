@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from areno.commands import DecodeLaunch, PrefillChunk, PrefillLaunch
+from areno.decode.capture import CapturePermit
 from areno.decode.deltas import DeltaPacker, DeltaSlot
 from areno.decode.graphs_rebuilt import RebuiltGraphPath
 from areno.decode.launch import LaneStatus, LaunchResult
@@ -25,6 +26,7 @@ from areno.decode.tables import DecodeTables, Rows
 from areno.forward import PrefillResult
 from areno.kernels.filters import KeptRing
 from areno.kernels.rows import LaneBuffers
+from areno.parallel import TPGroup
 from areno.request import MAX_STOP_IDS
 from areno.sampling.kept import MAX_KEPT
 from areno.sampling.penalties import SlotTables
@@ -152,7 +154,7 @@ def _slots() -> SlotTables:
 
 def _steps(slots: SlotTables, kind: type[DecodeSteps]) -> DecodeSteps:
     fused: Any = FakeModel()
-    return kind(fused, slots, MODEL, lanes=ROWS, page_size=PAGE_SIZE, device=CPU, graphs=False)
+    return kind(fused, slots, MODEL, lanes=ROWS, page_size=PAGE_SIZE, device=CPU, permit=CapturePermit(TPGroup.single(), enabled=False))
 
 
 def _operations(rng: np.random.Generator, generations: list[int], held: list[int], variant: Variant) -> tuple[DeltaPacker, list[int]]:

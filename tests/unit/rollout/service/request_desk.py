@@ -41,10 +41,17 @@ class KeepingLink:
 class Desk:
     """See the module; `reader` has what the client got, `replies` what it was answered."""
 
-    def __init__(self, *, max_requests: int = 100, served: Mapping[str, bytes] | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_requests: int = 100,
+        max_record_bytes: int = 2**30,
+        served: Mapping[str, bytes] | None = None,
+        seed: int | None = None,
+    ) -> None:
         self.link, self.reader = KeepingLink(), StreamReader()
         self.replies: list[tuple[Op, bytes, dict[str, Any]]] = []
-        self.ledger, self.sessions = Ledger(max_requests, 2**30), SessionBook(30.0)
+        self.ledger, self.sessions = Ledger(max_requests, max_record_bytes), SessionBook(30.0)
         self.session = self.sessions.open("test", Channel.DATA, b"\0abcd", 0.0)
         self.streams = Streams(self.ledger, self.sessions, self._flushed, interval_s=0.0, credit_bytes=2**30)
         self.calls = Calls(cast(HostLink, self.link), self._reply)

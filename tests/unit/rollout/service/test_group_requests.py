@@ -10,6 +10,8 @@ from rollout.wire.messages import Op
 from rollout.wire.security import new_token
 from tests.unit.rollout.service.request_desk import Desk, ending
 
+# Three ids of four bytes, which a request holds to its end.
+PROMPT_BYTES = 12
 REFUSAL = {"code": "invalid_request", "what": "no", "field": "top_p"}
 
 
@@ -131,4 +133,40 @@ def test_a_request_reserves_what_it_may_come_to_hold() -> None:
     ):
         before = desk.ledger.reserved_bytes
         desk.generate(**fields)  # type: ignore[arg-type]
-        assert desk.ledger.reserved_bytes - before == expected
+        assert desk.ledger.reserved_bytes - before == expected + PROMPT_BYTES
+
+
+def test_prompts_that_wait_are_reserved_and_refuse_more_until_they_are_gone() -> None:
+    desk = Desk(max_record_bytes=10_000)
+    desk.admission.ready, desk.admission.max_model_len = False, None
+    prompt = list(range(600))
+    held = [desk.generate(prompt=prompt, max_new_tokens=1) for _ in range(5)]
+    assert [code for _, code, _ in desk.errors()] == ["busy"], "the fifth of 2,400 bytes does not fit"
+    for request_id in held[:4]:
+        desk.cancel(request_id)
+        desk.flush()
+    assert desk.ledger.reserved_bytes == 0
+    desk.generate(prompt=prompt, max_new_tokens=1)
+    assert len(desk.errors()) == 1
+
+
+def test_members_share_their_prompts_bytes_and_the_last_one_that_waits_answers_for_all_of_them() -> None:
+    desk, ids = Desk(), members(3)
+    desk.admission.ready = False
+    desk.group(ids, max_new_tokens=1)
+    assert desk.ledger.reserved_bytes == 3 * (24 + PROMPT_BYTES // 3)
+    for request_id in ids[:2]:
+        desk.cancel(request_id)
+    desk.flush()
+    assert desk.record(ids[2]).reserved_bytes == 24 + PROMPT_BYTES
+    assert desk.ledger.reserved_bytes == 24 + PROMPT_BYTES
+    desk.cancel(ids[2])
+    desk.flush()
+    assert desk.ledger.reserved_bytes == 0
+
+
+def test_a_prompt_beyond_the_context_is_refused_at_the_door() -> None:
+    desk = Desk()
+    request_id = desk.generate(prompt=[1] * 1001, max_new_tokens=5)
+    assert desk.errors() == [(request_id, "request_too_long", "max_new_tokens")]
+    assert not desk.link.sent

@@ -160,7 +160,7 @@ def test_a_refused_request_is_not_watched() -> None:
 
 def test_text_is_reserved_and_what_was_not_used_comes_back() -> None:
     desk, _, engine_id = begun()
-    assert desk.ledger.reserved_bytes == 50 * (BYTES_PER_TOKEN + 16)
+    assert desk.ledger.reserved_bytes == 50 * (BYTES_PER_TOKEN + 16) + 3 * 4, "the prompt's three ids among it"
     say(desk, engine_id, STOPPED)
     desk.step(finished=[ending(engine_id, len(STOPPED), "stop")])
     assert desk.ledger.reserved_bytes == len(STOPPED) * BYTES_PER_TOKEN + len("ab ")

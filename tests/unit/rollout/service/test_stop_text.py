@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,3 +174,13 @@ def test_a_service_without_a_usable_tokenizer_refuses_stop_strings_and_says_why(
     undecodable = text.refusal(["x", "\ufffd"])
     assert undecodable is not None and undecodable.field == "stop" and "stop[1]" in undecodable.what
     assert text.matcher(["x"], min_new_tokens=0, earlier=[]).add(spelled("x")[0]) == StopMatch("x", "")
+
+
+def test_a_long_earlier_output_is_taken_in_a_moment_and_changes_no_match() -> None:
+    tokenizer = byte_tokenizer()
+    earlier = spelled_bytes(tokenizer, "seven and eight é " * 2000)
+    began = time.process_time()
+    matcher = StopMatcher(tokenizer, ["ninth"], min_new_tokens=0, earlier=[*earlier, *spelled_bytes(tokenizer, "ni")])
+    assert time.process_time() - began < 1.0, "one by one these would hold the front up"
+    found = [matcher.add(token) for token in spelled_bytes(tokenizer, "nth")]
+    assert found[:2] == [None, None] and found[2] == StopMatch("ninth", "seven and eight é " * 2000)

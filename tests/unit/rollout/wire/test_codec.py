@@ -214,3 +214,23 @@ def test_mutated_messages_are_read_or_refused_by_a_typed_error(data: st.DataObje
         frames[which] = bytes(frame)[: data.draw(st.integers(0, len(frame)))] if data.draw(st.booleans()) else bytes(frame)
     with contextlib.suppress(RolloutError):
         decode(frames, DATA_REQUESTS)
+
+
+def test_a_small_operations_body_is_small_and_the_limit_is_named() -> None:
+    with pytest.raises(WireError, match="at most 65536") as refused:
+        decode(with_body(b"\x91" * 65_537), DATA_REQUESTS)
+    assert (refused.value.field, refused.value.value) == ("body", 65_537)
+
+
+def test_a_body_of_nothing_but_empty_lists_is_given_up_before_it_fills_the_memory() -> None:
+    rows = [[[] for _ in range(150_000)] for _ in range(4)]
+    body = msgpack.packb([{"digests": rows}, []])
+    frames = [HEADER.pack(PROTOCOL_VERSION, Op.WEIGHTS_COMMIT, REQUEST_ID), body]
+    with pytest.raises(WireError, match="within limits"):
+        decode(frames, CONTROL_REQUESTS)
+
+
+def test_nesting_as_deep_as_the_bytes_allow_is_refused() -> None:
+    for opening in (b"\x91", b"\x81\xa1x"):
+        with pytest.raises(WireError):
+            decode(with_body(opening * 20_000 + b"\xc0"), DATA_REQUESTS)

@@ -79,6 +79,16 @@ def test_frames_beyond_the_bound_are_dropped_and_the_message_says_so(context: Co
     assert second.frames == [b"y"]
 
 
+def test_frames_that_are_too_many_bytes_together_are_dropped_and_the_message_says_so(context: Context, tmp_path: Path) -> None:
+    router = context.router(f"ipc://{tmp_path}/r", 2**20)
+    dealer = context.dealer(router.address, 2**20)
+    dealer.send([b"x" * 2**19] * 5)
+    assert Poller([router]).wait(5)
+    first = router.receive()
+    assert first is not None and not first.whole
+    assert sum(map(len, first.frames)) <= 2**20
+
+
 def test_a_message_over_the_size_limit_does_not_arrive_and_the_socket_lives(context: Context, tmp_path: Path) -> None:
     router = context.router(f"ipc://{tmp_path}/r", 2**20)
     large, small = context.dealer(router.address, 2**26), context.dealer(router.address, 2**26)
