@@ -63,6 +63,22 @@ class GroupLike(Protocol):
     def kept(self) -> Sequence[ResultLike]: ...
 
 
+def _check_once(rows: Sequence[RowLike]) -> None:
+    """Refuse rows that hold a sampled turn twice: its tokens would be trained twice. Raises: InvalidSample."""
+    seen: set[bytes] = set()
+    for request_id in (getattr(turn, "request_id", None) for row in rows for turn in row.turns):
+        if request_id in seen:
+            raise InvalidSample(
+                f"the turn of request {request_id.hex()} is in two rows of an episode",
+                field="rows",
+                value=request_id.hex(),
+                limit="each sampled token is trained once",
+                remedy="pass the rows of `Episode.rows()` of the whole tree once, without those of its subagents again",
+            )
+        if request_id is not None:
+            seen.add(request_id)
+
+
 def samples_of(
     result: ResultLike,
     *,
@@ -98,6 +114,7 @@ def samples_of(
         code = getattr(result.failure, "code", None)
         if code is not None:
             facts["code"] = str(code)
+    _check_once(result.rows)
     rows = [TrainingSample.from_row(row, reward=reward, group_id=group_id, member=member, status=status, info=facts) for row in result.rows]
     return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]
 

@@ -11,6 +11,8 @@ from typing import Any
 _HOME = {
     "AgentError": "rollout.agent.errors",
     "BadCall": "rollout.agent.tools",
+    "Branch": "rollout.agent.lineage",
+    "BranchKind": "rollout.agent.lineage",
     "CallCounts": "rollout.agent.tools",
     "CallReader": "rollout.agent.call_reader",
     "ChatFormat": "rollout.agent.chat",

@@ -55,7 +55,7 @@ class _Part:
 class Conversation:
     """Messages and sampled replies of one episode, and the text of its current row up to the last reply.
 
-    `start`, then `add_reply` and `extend` in turn. One owner: the episode.
+    `start` (after `add_messages` and `add_reply` for what is there already), then `add_reply` and `extend` in turn. One owner: the episode.
     """
 
     __slots__ = ("_format", "_messages", "_placeholders", "_replies", "_row_text", "_shapes", "_thinking_open", "_tools")
@@ -74,7 +74,19 @@ class Conversation:
         """Return the ids of the first prompt, int32 [n]. Raises: ChatFormatError, UntrustedControlToken."""
         text = self._render(self._messages)
         self._row_text = [text]
-        return self._encode(text)
+        if not self._replies:
+            return self._encode(text)
+        self._shapes = self._thinking_in(text)
+        return self._rewritten(self._messages, text)
+
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Add messages before `start`: a conversation that goes on from an earlier one, with replies of it in between."""
+        self._messages += self._format.mark(messages, self._placeholders)
+
+    def drop_reply(self) -> None:
+        """Take the last sampled turn back; nothing was said after it."""
+        dropped = self._replies.pop()
+        del self._messages[dropped.place :]
 
     def add_reply(self, ids: np.ndarray, *, end_id: int | None) -> str:
         """Take a sampled turn and return its text; `end_id`, its last id if that ended it, is no part of the text."""

@@ -29,17 +29,24 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows a turn: messages for the policy, or the end (`done`; messages are not shown then)."""
+    """What follows a turn: messages for the policy, or one of the others, which leave `messages` unseen.
+
+    `done` ends the episode; `retry` has the turn drawn anew; `compact` gives the history to go on from (a `Turn` in it keeps its ids).
+    """
 
     messages: Sequence[Message] = ()
     done: bool = False
+    retry: bool = False
+    compact: Sequence[Message | Turn] | None = None
 
 
 StartLike: TypeAlias = Start | Sequence[Message]
 
 
 class Environment(Protocol):
-    """One task, played once. An optional method `close()` is called at the end, whatever happened."""
+    """One task, played once. Optional methods: `attach(episode)` is given the episode once it began, so that tools may start subagents;
+    `close()` is called at the end, whatever happened.
+    """
 
     def reset(self, seed: int) -> StartLike | Awaitable[StartLike]:
         """Return how the episode begins; equal seeds begin equally, for every member of a group."""

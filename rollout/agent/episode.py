@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import enum
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -23,8 +23,10 @@ import numpy as np
 
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.conversation import Conversation
-from rollout.agent.errors import ChatFormatError, EpisodeStateError, InvalidEpisode
+from rollout.agent.errors import EpisodeStateError, InvalidEpisode
+from rollout.agent.given import as_messages, checked_ids, checked_seed
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
+from rollout.agent.lineage import Branch, BranchKind, Lineage
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.tools import BadCall, CallCounts, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
@@ -73,8 +75,9 @@ class Episode:
 
     Starts from exactly one of `messages` (rendered with the model's template), `text` (plain: control tokens stay text, a start
     token is added once if the tokenizer adds one), `rendered` (text that a template rendered: taken as it is) and `prompt_ids`
-    (untouched). Its calls that reach the service are awaited (`act`, `run_tools`, `cancel`), also for an episode that a blocking
-    client made. `async with` finishes a running episode at the block's end, and cancels it if the block raised.
+    (untouched). With `parent`, which `subagent` passes, its rows belong to that episode's tree. Its calls that reach the service are
+    awaited (`act`, `run_tools`, `cancel`), also for an episode that a blocking client made. `async with` finishes a running episode at
+    the block's end, and cancels it if the block raised.
     Raises: InvalidEpisode, TokenizerMismatch, ChatFormatError.
     """
 
@@ -82,18 +85,21 @@ class Episode:
         "_awaits_act",
         "_bad_turns",
         "_cancelling",
+        "_children",
         "_client",
         "_context",
         "_conversation",
         "_eos_ids",
         "_format",
         "_in_flight",
+        "_info",
         "_limits",
         "_options",
         "_record",
         "_sampling",
         "_tools",
         "_total_limit",
+        "_tree",
         "call_counts",
         "limit",
         "lineage",
@@ -120,6 +126,7 @@ class Episode:
         cache_salt: str | None = None,
         kv_policy: str = "keep",
         max_kv_lag: int = 4,
+        parent: Episode | None = None,
     ):
         starts = {"messages": messages, "text": text, "rendered": rendered, "prompt_ids": prompt_ids}
         given = {name for name, value in starts.items() if value is not None}
@@ -137,10 +144,10 @@ class Episode:
             )
         if format is not None:
             format.check_served(info.tokenizer_digest)
-        self._client, self._format = client, format
+        self._client, self._format, self._info = client, format, info
         self._tools = tools if isinstance(tools, ToolBox) else ToolBox(tools)
         self._limits, self._sampling = limits or EpisodeLimits(), sampling or TurnSampling()
-        self.seed = secrets.randbits(64) if seed is None else _checked_seed(seed)
+        self.seed = secrets.randbits(64) if seed is None else checked_seed(seed)
         self.lineage = lineage or secrets.token_hex(16)
         self._options: dict[str, Any] = {
             "lineage": self.lineage,
@@ -157,10 +164,12 @@ class Episode:
         self._cancelling = False
         self._bad_turns = 0
         self.call_counts = CallCounts()
-        self._record = TokenRecord()
+        self._children: list[Episode] = []
+        self._tree: Lineage = parent._tree if parent is not None else Lineage()
+        self._record: TokenRecord = TokenRecord(self._tree, parent=parent._record if parent is not None else None)
         self._conversation: Conversation | None = None
         self._awaits_act = True
-        self._append(self._prompt(messages, text, rendered, prompt_ids), forks=False)
+        self._append(self._prompt(messages, text, rendered, prompt_ids))
 
     def _prompt(self, messages: Sequence[Message] | None, text: str | None, rendered: str | None, prompt_ids: Any) -> np.ndarray:
         if self._format is not None and messages is not None:
@@ -170,7 +179,7 @@ class Episode:
             return self._format.text_ids(text)
         if self._format is not None and rendered is not None:
             return self._format.rendered_ids(rendered)
-        return _checked_ids(prompt_ids)
+        return checked_ids(prompt_ids)
 
     @classmethod
     async def open(cls, client: PolicyClient, *, format: ChatFormat | None = None, info: Any = None, **options: Any) -> Episode:
@@ -224,8 +233,18 @@ class Episode:
         return self._record.current_ids()
 
     def rows(self) -> list[EpisodeRow]:
-        """Return the rows to train on, in any state; more than one if a template rewrote history."""
-        return self._record.rows()
+        """Return the rows to train on, in any state, those of retries, compactions and subagents with it; a subagent has its own only."""
+        return self._record.rows() if self._record.is_branch else self._tree.rows()
+
+    @property
+    def branches(self) -> Sequence[Branch]:
+        """Return how each row of the episode's tree began, in order; `EpisodeRow.branch` names a row's."""
+        return self._tree.branches
+
+    @property
+    def tokens_left(self) -> int:
+        """Return how many tokens the current row may still take, sampled or not."""
+        return max(0, self._context - self._record.length)
 
     def turns(self) -> list[TurnRecord]:
         """Return how each turn was drawn, in order."""
@@ -265,9 +284,7 @@ class Episode:
     def _take(self, generation: GenerationLike, draw: Draw, *, shortened: bool) -> Turn:
         record = self._record.add_turn(generation, draw)
         ids = np.asarray(generation.ids, np.int32)
-        ended = record.finish_kind == "stop" and record.stop_id is not None and len(ids) > 0 and int(ids[-1]) == record.stop_id
-        end_of_turn = self._format.end_of_turn_id if self._format else None
-        end_id = record.stop_id if ended and (record.stop_id in self._eos_ids or record.stop_id == end_of_turn) else None
+        end_id = self._end_id(record, ids)
         if self._conversation:
             text = self._conversation.add_reply(ids, end_id=end_id)
         else:
@@ -281,6 +298,12 @@ class Episode:
         return Turn(
             index=record.index, ids=ids, text=text, tool_calls=good, bad_calls=bad, limit=limit, record=record, generation=generation
         )
+
+    def _end_id(self, record: TurnRecord, ids: np.ndarray) -> int | None:
+        """Return the last id of a turn if it ended the turn and is no part of its text."""
+        ended = record.finish_kind == "stop" and record.stop_id is not None and len(ids) > 0 and int(ids[-1]) == record.stop_id
+        end_of_turn = self._format.end_of_turn_id if self._format else None
+        return record.stop_id if ended and (record.stop_id in self._eos_ids or record.stop_id == end_of_turn) else None
 
     def _read_calls(self, text: str) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
         if not len(self._tools):
@@ -339,8 +362,8 @@ class Episode:
             )
         if not self._may_go_on():
             return False
-        added = self._conversation.extend(_as_messages(observation))
-        return self._append(added.ids, forks=added.forks)
+        added = self._conversation.extend(as_messages(observation))
+        return self._append(added.ids, BranchKind.REWRITE if added.forks else None)
 
     def add_user(self, text: str) -> bool:
         """Add a user message after a turn; as `observe`."""
@@ -353,22 +376,81 @@ class Episode:
             raise EpisodeStateError(
                 "the episode started from messages", field="ids", limit="its template writes the environment's tokens", remedy="use observe"
             )
-        return self._may_go_on() and self._append(_checked_ids(ids, allow_empty=True), forks=False)
+        return self._may_go_on() and self._append(checked_ids(ids, allow_empty=True))
+
+    def retry(self) -> bool:
+        """Take the last turn back, so that `act` draws it anew, with a seed of its own; return whether the episode goes on.
+
+        What was drawn stays in its row, to be trained there; a new row begins with what the turn was drawn from. It counts as a turn.
+        Raises: EpisodeStateError.
+        """
+        self._require(acting=False)
+        if not self._may_go_on():
+            return False
+        if self._conversation is not None:
+            self._conversation.drop_reply()
+        ids = self._record.current_ids()[: self._record.turns()[-1].start]
+        return self._append(ids, BranchKind.RETRY)
+
+    def compact(self, messages: Sequence[Message | Turn]) -> bool:
+        """Go on from these messages instead of the history so far, in a new row; return whether the episode goes on.
+
+        A `Turn` among them stands as the policy's message with the ids that were sampled; any other message is encoded as the template
+        writes it. Raises: EpisodeStateError, ChatFormatError, UntrustedControlToken.
+        """
+        self._require()
+        if self._conversation is None or self._format is None:
+            raise EpisodeStateError(
+                "the episode did not start from messages",
+                field="messages",
+                limit="there is no conversation to replace",
+                remedy="start it from messages=",
+            )
+        if not self._may_go_on():
+            return False
+        conversation = Conversation(self._format, (), self._tools.schemas)
+        for message in messages:
+            if isinstance(message, Turn):
+                conversation.add_reply(message.ids, end_id=self._end_id(message.record, message.ids))
+            else:
+                conversation.add_messages([message])
+        ids = conversation.start()
+        self._conversation = conversation
+        return self._append(ids, BranchKind.COMPACTION)
+
+    def subagent(self, **options: Any) -> Episode:
+        """Return a new episode within this one's tree, of the same service; `options` are those of the constructor.
+
+        Its rows are among this episode's `rows()` and get its reward. Sampling, limits, chat format and cache options are this
+        episode's unless given; its seed is derived from this one's. Several may run at once; `cancel` of this one cancels them.
+        Raises: as the constructor.
+        """
+        same = {
+            "format": self._format,
+            "sampling": self._sampling,
+            "limits": self._limits,
+            "seed": derive_seed(self.seed, len(self._children), 1),
+        }
+        kept = {name: value for name, value in self._options.items() if name != "lineage"}
+        child = Episode(self._client, info=self._info, parent=self, **{**same, **kept, **options})
+        self._children.append(child)
+        return child
 
     def _may_go_on(self) -> bool:
         if self._limits.max_turns is not None and self.num_turns >= self._limits.max_turns:
             self._end(EpisodeStatus.TRUNCATED, Limit.MAX_TURNS)
         return self.running
 
-    def _append(self, ids: np.ndarray, *, forks: bool) -> bool:
-        length = len(ids) if forks else self._record.length + len(ids)
+    def _append(self, ids: np.ndarray, branch: BranchKind | None = None) -> bool:
+        """Add environment ids to the row, or to a new row of that kind; return whether a turn still fits."""
+        length = len(ids) + (self._record.length if branch is None else 0)
         if length >= self._context:
             self._end(EpisodeStatus.TRUNCATED, self._total_limit, reason=f"{length} tokens and a new one do not fit {self._context}")
             return False
-        if forks:
-            self._record.fork(ids)
-        else:
+        if branch is None:
             self._record.add_environment(ids)
+        else:
+            self._record.fork(ids, branch)
         self._awaits_act = True
         return True
 
@@ -381,7 +463,9 @@ class Episode:
         self._end(EpisodeStatus.FAILED, reason=reason)
 
     async def cancel(self) -> None:
-        """End the episode as cancelled. A running `act` returns what was sampled so far, and it stays in the record."""
+        """End the episode and its subagents as cancelled. A running `act` returns what was sampled so far, and it stays in the record."""
+        if self._children:
+            await asyncio.gather(*(child.cancel() for child in self._children))
         request_id = self._in_flight
         if request_id is None:
             self._end(EpisodeStatus.CANCELLED)
@@ -393,7 +477,7 @@ class Episode:
         if self.running:
             self.status, self.limit, self.reason = status, limit, reason
 
-    def _require(self, *, acting: bool) -> None:
+    def _require(self, *, acting: bool | None = None) -> None:
         if not self.running:
             raise EpisodeStateError(
                 f"the episode ended as {self.status}{f' ({self.limit})' if self.limit else ''}",
@@ -404,7 +488,7 @@ class Episode:
             )
         if self._in_flight is not None:
             raise EpisodeStateError("a turn is being sampled", field="status", limit="one call at a time", remedy="await act first")
-        if acting != self._awaits_act:
+        if acting is not None and acting != self._awaits_act:
             raise EpisodeStateError(
                 "the policy has just spoken" if acting else "it is the policy's turn",
                 field="status",
@@ -413,53 +497,5 @@ class Episode:
             )
 
     def check_integrity(self) -> None:
-        """Assert the invariants of the token record."""
-        self._record.check_integrity()
-
-
-def _checked_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidEpisode(
-            f"seed={seed!r}",
-            field="seed",
-            value=seed,
-            limit="an integer from 0 to 2**64 - 1",
-            remedy="pass one, or leave it out to draw one",
-        )
-    return seed
-
-
-def _checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (not array.size and not allow_empty):
-        raise InvalidEpisode(
-            f"ids have shape {array.shape} and dtype {array.dtype}",
-            field="ids",
-            value=str(array.dtype),
-            limit="a flat sequence of token ids",
-            remedy="pass ids as ints",
-        )
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
-        raise InvalidEpisode(
-            f"ids reach from {int(array.min())} to {int(array.max())}",
-            field="ids",
-            value=int(array.max()),
-            limit="0 to 2**31 - 1",
-            remedy="encode with the model's tokenizer",
-        )
-    return array.astype(np.int32)
-
-
-def _as_messages(observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> list[Message]:
-    if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
-    items = [observation] if isinstance(observation, (Mapping, ToolResult)) else observation
-    if not isinstance(items, Sequence) or not all(isinstance(item, (Mapping, ToolResult)) for item in items):
-        raise ChatFormatError(
-            f"an observation is a {type(observation).__name__}",
-            field="observation",
-            value=observation,
-            limit="a string, a message, a ToolResult or a list of those is needed",
-            remedy="pass the environment's answer as text or as messages",
-        )
-    return [item.message() if isinstance(item, ToolResult) else item for item in items]
+        """Assert the invariants of the token records and of their tree."""
+        self._tree.check_integrity()

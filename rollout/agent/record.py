@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from rollout.agent.errors import IncompleteGeneration
+from rollout.agent.lineage import ROOT, Branch, BranchKind, Lineage
 
 NO_VERSION = -1
 
@@ -111,6 +112,7 @@ class EpisodeRow:
     nothing was sampled (None if a turn was drawn without them), `behaviour_logprobs` likewise (None when equal to `logprobs`
     everywhere), `versions` int64 (-1 where nothing was sampled), `temperatures` float32 (1 there). `kept_counts` int32 cut
     `kept_ids` int32 [m], the ids that the filters kept, into places (0 where there is no kept set; None if no turn has any).
+    `branch` says how the row came to be.
     """
 
     ids: np.ndarray
@@ -123,6 +125,7 @@ class EpisodeRow:
     turns: tuple[TurnRecord, ...]
     kept_counts: np.ndarray | None = None
     kept_ids: np.ndarray | None = None
+    branch: Branch = ROOT
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -134,9 +137,10 @@ class EpisodeRow:
 
 
 class _Row:
-    __slots__ = ("chunks", "length", "turns")
+    __slots__ = ("branch", "chunks", "length", "turns")
 
-    def __init__(self) -> None:
+    def __init__(self, branch: Branch) -> None:
+        self.branch = branch
         self.chunks: list[tuple[np.ndarray, GenerationLike | None, float]] = []
         self.length = 0
         self.turns: list[TurnRecord] = []
@@ -209,16 +213,27 @@ class _Row:
             turns=tuple(turn for turn in self.turns if turn.start < turn.end),
             kept_counts=kept_counts,
             kept_ids=kept_ids,
+            branch=self.branch,
         )
 
 
 class TokenRecord:
-    """Rows of one episode. `add_environment`, `add_turn`, `fork`; nothing is ever changed or taken back."""
+    """Rows of one episode, branches of a tree: its own, or the one of the record that it branched off (`parent`).
 
-    __slots__ = ("_rows", "num_turns")
+    `add_environment`, `add_turn`, `fork`; nothing is ever changed or taken back.
+    """
 
-    def __init__(self) -> None:
-        self._rows = [_Row()]
+    __slots__ = ("_rows", "_tree", "is_branch", "num_turns")
+
+    def __init__(self, tree: Lineage | None = None, *, parent: TokenRecord | None = None) -> None:
+        self._tree = tree or Lineage()
+        self._tree.adopt(self)
+        self.is_branch = parent is not None
+        if parent is None:
+            branch = self._tree.branch(BranchKind.START)
+        else:
+            branch = self._tree.branch(BranchKind.SUBAGENT, parent._rows[-1].branch, parent.length)
+        self._rows: list[_Row] = [_Row(branch)]
         self.num_turns = 0
 
     @property
@@ -239,9 +254,10 @@ class TokenRecord:
         """Append ids that the environment wrote."""
         self._rows[-1].append(np.asarray(ids, np.int32), None, 1.0)
 
-    def fork(self, ids: np.ndarray) -> None:
+    def fork(self, ids: np.ndarray, kind: BranchKind = BranchKind.REWRITE) -> None:
         """Start a new row with its own prompt."""
-        self._rows.append(_Row())
+        last = self._rows[-1]
+        self._rows.append(_Row(self._tree.branch(kind, last.branch, last.length)))
         self.add_environment(ids)
 
     def add_turn(self, generation: GenerationLike, draw: Draw) -> TurnRecord:

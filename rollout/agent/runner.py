@@ -258,6 +258,8 @@ class EpisodeRun:
         self.environment = environment
         start = await self.phase(env, "reset", limit.reset_s, self.environment.reset, self.task.seed)
         self.episode = episode = await self.phase(env, "reset", limit.reset_s, self.begin, start)
+        if hasattr(environment, "attach"):
+            await self.phase(env, "reset", limit.reset_s, environment.attach, episode)
         while episode.running:
             turn = await self.phase(FailureKind.INFRASTRUCTURE, "act", limit.act_s, episode.act)
             self.count(turn)
@@ -301,6 +303,10 @@ class EpisodeRun:
             raise _invalid("step", step, "a Step")
         if step.done:
             self.episode.finish()
+        elif step.retry:
+            self.episode.retry()
+        elif step.compact is not None:
+            self.episode.compact(_checked_messages("step", step.compact, also=Turn))
         else:
             self.episode.observe(list(_checked_messages("step", step.messages)))
 
@@ -480,8 +486,10 @@ def _inline(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checked_messages(phase: str, messages: Any) -> Sequence[Any]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+def _checked_messages(phase: str, messages: Any, *, also: type | None = None) -> Sequence[Any]:
+    """Return messages; those of type `also` may be among them."""
+    kinds = (Mapping,) if also is None else (Mapping, also)
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(isinstance(message, kinds) for message in messages):
         raise _invalid(phase, messages, "a sequence of messages")
     return messages
 

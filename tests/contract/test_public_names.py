@@ -17,11 +17,11 @@ PUBLIC = {
         PromptScore RequestFailed RolloutError Score ServiceConfig ServiceInfo Stream UpdateReport UpdateTicket connect connect_async local
     """,
     "rollout.agent": """
-        AgentError BadCall CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeGroup EpisodeLimits
-        EpisodeResult EpisodeRow EpisodeStateError EpisodeStatistics EpisodeStatus EpisodeTask Failure FailureKind GroupResult
-        InfrastructureFailure InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start Step TokenizerMismatch Tool
-        ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling all_equal_bounded derive_seed
-        group_tasks k_done run_episode run_episodes run_group run_groups
+        AgentError BadCall Branch BranchKind CallCounts CallReader ChatFormat ChatFormatError Environment Episode EpisodeGroup
+        EpisodeLimits EpisodeResult EpisodeRow EpisodeStateError EpisodeStatistics EpisodeStatus EpisodeTask Failure FailureKind
+        GroupResult InfrastructureFailure InvalidEpisode Limit NoToolCalls PhaseTimeouts Progress Start Step TokenizerMismatch Tool
+        ToolBox ToolCall ToolError ToolLimits ToolResult Turn TurnRecord TurnSampling all_equal_bounded derive_seed group_tasks
+        k_done run_episode run_episodes run_group run_groups
     """,
     "trainer_bridge": """
         Batch BridgeError GroupShortfall GroupTask InvalidBatch InvalidOption InvalidSample InvalidState KeptSetsMissing
