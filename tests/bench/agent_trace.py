@@ -7,9 +7,11 @@ with other ids. `client_cpu_us_per_token` is the processor time of this process,
 
     python -m tests.bench.agent_trace --json                                     # CPU: embedded model, peer transformers
     python -m tests.bench.agent_trace --models qwen3-0.6b qwen3-8b --json        # one CUDA device, random weights
+    python -m tests.bench.agent_trace --scripted --groups 250 --json             # 2,000 episodes on a scripted engine
 
 On the CPU the peer is transformers' continuous batching in this process, driven by a loop of its own over the same load, with the same
-number of threads. Both take turns; medians of repeats.
+number of threads. Both take turns; medians of repeats. A scripted
+engine measures front and client alone; no figure of an engine is quoted from it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,9 +34,12 @@ import rollout
 from rollout.agent import Episode
 from tests.bench import agent_load, shapes
 from tests.bench.record import arguments, publish
+from tests.bench.scripted_engine import scripted_service
+from tests.fakes import VOCABULARY
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "agentic" / "tiny_model"
 TINY = "tiny_model"
+SCRIPTED = "scripted"
 MUST = {"qwen3-0.6b": 22.0, "qwen3-8b": 10.7}
 """Episodes per second on one H200, 256 episodes at once."""
 MUST_RATIO = 3.0
@@ -142,6 +148,16 @@ def measure_cuda(options: argparse.Namespace, model: str) -> list[dict[str, Any]
     return [{"model": model, "mode": "areno", **medians(runs)}]
 
 
+def measure_scripted(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one row for front and client over an engine that makes tokens up."""
+    vocab, scale = options.vocab or VOCABULARY, options.scale or 1.0
+    fixed = {name: int(value) for name, value in options.option}
+    with tempfile.TemporaryDirectory() as folder, scripted_service(folder, max_rows=options.rows or 256, timeout_s=60.0, **fixed) as client:
+        trace = make_trace(options, vocab, scale)
+        runs = [asyncio.run(run_service(client.aio, trace, f"run {repeat}")) for repeat in range(options.repeats)]
+    return [{"model": SCRIPTED, "mode": "areno", **medians(runs)}]
+
+
 def make_trace(options: argparse.Namespace, vocab: int, scale: float) -> Trace:
     """Return the load of a run."""
     return agent_load.make(groups=options.groups, members=options.members, seed=options.seed, vocab=vocab, scale=scale, waits=options.waits)
@@ -190,6 +206,7 @@ def main() -> None:
     """Measure, print, and fail if a figure is missed."""
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=[], choices=sorted(shapes.SHAPES), help="shapes to run on a CUDA device")
+    parser.add_argument("--scripted", action="store_true", help="an engine that makes tokens up: front and client alone")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
@@ -204,11 +221,13 @@ def main() -> None:
         "--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="an integer option of the service"
     )
     options = parser.parse_args()
-    if options.models:
+    if options.scripted:
+        rows = measure_scripted(options)
+    elif options.models:
         rows = [row for model in options.models for row in measure_cuda(options, model)]
     else:
         rows = measure_cpu(options)
-    names = ("groups", "members", "seed", "vocab", "scale", "waits", "repeats", "rows", "threads")
+    names = ("groups", "members", "seed", "vocab", "scale", "waits", "repeats", "rows", "threads", "scripted")
     publish("agent_trace", {**{name: getattr(options, name) for name in names}, "engine": dict(options.option)}, rows, options)
     short = missed(rows)
     if short:
