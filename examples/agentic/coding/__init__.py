@@ -1,0 +1,1 @@
+"""Repairing small Python functions in a sandbox."""
