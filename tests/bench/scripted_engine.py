@@ -415,14 +415,6 @@ class ScriptedEngine:
         """Return a digest of each tensor."""
         return self._weights.digests()
 
-    def expect_return(self, lineage: str, seconds: float, *, cache_salt: str | None = None, owner: str = "") -> bool:
-        """Evict a lineage's cached prefix late."""
-        return self._scheduler.prefix.expect(lineage, salt=cache_salt, owner=owner, seconds=seconds)
-
-    def end_hints(self, owner: str = "") -> None:
-        """End an owner's hints."""
-        self._scheduler.prefix.end_hints(owner)
-
     def stats(self) -> dict[str, int | float]:
         """Return the scheduler's counters and gauges."""
         return {**self._scheduler.counters, **self._scheduler.gauges(), "steps": self._steps, "version": self.version}
