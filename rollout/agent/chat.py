@@ -22,7 +22,7 @@ from rollout.agent.controls import ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
 from rollout.agent.families import Piece
 from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
-from rollout.agent.renderer import prove_renderer
+from rollout.agent.renderer import opens_thinking, prove_renderer
 from rollout.tokenizer_files import tokenizer_digest
 
 Message = Mapping[str, Any]
@@ -126,6 +126,11 @@ class ChatFormat:
                 limit=f"the service serves {digest[:12]}",
                 remedy="make the format with `await ChatFormat.of(client)`",
             )
+
+    @property
+    def opens_thinking(self) -> bool:
+        """Return whether the template's generation prompt leaves a thinking block open, as far as its family is known."""
+        return self.renderer is not None and opens_thinking(self.renderer.generation_prompt)
 
     @property
     def control_texts(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ import numpy as np
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.errors import ChatFormatError
 from rollout.agent.families import Piece
-from rollout.agent.renderer import ReplyShape, opens_thinking, shape_of
+from rollout.agent.renderer import ReplyShape, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Conversation:
         self._replies: list[_Reply] = []
         self._row_text: list[str] = []
         self._shapes: set[ReplyShape] = set()
-        self._thinking_open = chat_format.renderer is not None and opens_thinking(chat_format.renderer.generation_prompt)
+        self._thinking_open = chat_format.opens_thinking
 
     def start(self) -> np.ndarray:
         """Return the ids of the first prompt, int32 [n]. Raises: ChatFormatError, UntrustedControlToken."""

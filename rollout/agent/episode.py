@@ -308,7 +308,8 @@ class Episode:
     def _read_calls(self, text: str) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
         if not len(self._tools):
             return (), ()
-        good, bad = self._tools.read(text, form=self._format.call_form if self._format else None)
+        shown = self._format
+        good, bad = self._tools.read(text, form=shown.call_form, thinking=shown.opens_thinking) if shown else self._tools.read(text)
         self.call_counts.count(good, bad)
         return good, bad
 

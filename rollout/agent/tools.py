@@ -199,9 +199,12 @@ class ToolBox:
         """Return all tools as chat templates want them."""
         return [tool.schema for tool in self._tools.values()]
 
-    def read(self, text: str, *, form: str | None = None) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
-        """Return the good and the bad calls of a whole reply. Never raises, whatever the text; `form` is used where the box has none."""
-        reader = self.reader(form=form, thinking=opened_by_prompt(text))
+    def read(self, text: str, *, form: str | None = None, thinking: bool = False) -> tuple[tuple[ToolCall, ...], tuple[BadCall, ...]]:
+        """Return the good and the bad calls of a whole reply. Never raises, whatever the text.
+
+        `form` is used where the box has none; `thinking`: the prompt opened a thinking block (so it did too where only its end is there).
+        """
+        reader = self.reader(form=form, thinking=thinking or opened_by_prompt(text))
         return self.check([*reader.feed(text), *reader.end()])
 
     def reader(self, *, form: str | None = None, thinking: bool = False) -> CallReader:

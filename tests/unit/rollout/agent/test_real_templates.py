@@ -280,3 +280,24 @@ def test_where_the_policy_spells_as_the_tokenizer_does_a_prompt_has_the_ids_of_t
         conversation.add_reply(np.array(said, np.int32), end_id=end)
         row += said + conversation.extend([{"role": "user", "content": f"hello\n\n{number} é"}]).ids.tolist()
     assert row == chat._wrapper.apply_chat_template(conversation.messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_call_in_thinking_that_the_prompt_opened_and_the_budget_cut_is_no_call() -> None:
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    end = end_of_turn("qwen3.5")
+    client = FakeClient([spelled(f"maybe {call}"), spelled(f"maybe {call}</think>{call}{end}")], served=files("qwen3.5"))
+
+    def add(a: int) -> int:
+        """Add."""
+        return a
+
+    async def run() -> list[Any]:
+        user = [{"role": "user", "content": "go"}]
+        episode = Episode(client, info=await client.info(), format=chat_format("qwen3.5"), messages=user, tools=[add])
+        first = await episode.act(max_new_tokens=80)
+        episode.observe(user)
+        return [first, await episode.act()]
+
+    cut, whole = asyncio.run(run())
+    assert not cut.calls_tools
+    assert [dict(one.arguments) for one in whole.tool_calls] == [{"a": 1}]
