@@ -71,9 +71,9 @@ class ServiceConfig:
     `max_client_requests` what one client has of them. An engine host that owes something and is silent for `host_timeout_s`,
     or not ready after `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in
     the log. `drain_s` is how long requests may end after a first SIGTERM. `metrics_port` serves the numbers to Prometheus on
-    loopback. `threads` are the engine's CPU threads; None means
-    half of the usable cores, at least one, which leaves the other half to a trainer and an agent loop beside it. `keep_last`
-    names a file in which the newest pushed weights are kept, and taken up from when the engine host has to be started again.
+    loopback. `threads` are the engine's CPU threads; None means half of the usable cores, at least one, which leaves the
+    other half to a trainer and an agent loop beside it. `keep_last` names a file in which the newest pushed weights are kept,
+    and taken up from when the engine host has to be started again.
     Raises: InvalidConfig naming field, value, limit and remedy.
     """
 
