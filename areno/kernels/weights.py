@@ -157,12 +157,21 @@ def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]]
     return torch.stack([words[:, 0], 1 - (strange & 1), strange >> 1], dim=1)
 
 
-def swap_pairs(pairs: Sequence[Pair]) -> None:
-    """Exchange the contents of each two tensors. Shapes: both of a pair alike and contiguous. Mutates: all of them."""
-    size = math.gcd(8, *(tensor.data_ptr() for pair in pairs for tensor in pair), *(one.nbytes for one, _ in pairs))
-    programs, tables, aligned = _tables([(_as_words(one, size), _as_words(other, size)) for one, other in pairs], size)
-    if programs:
-        _swap_kernel[(programs,)](*tables, WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
+class Exchange:
+    """The exchange of each two tensors' contents, made ready. Shapes: both of a pair alike and contiguous."""
+
+    __slots__ = ("_aligned", "_programs", "_size", "_tables", "_tensors")
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        size = math.gcd(8, *(tensor.data_ptr() for pair in pairs for tensor in pair), *(one.nbytes for one, _ in pairs))
+        self._size, self._tensors = size, [(_as_words(one, size), _as_words(other, size)) for one, other in pairs]
+        self._programs, self._tables, self._aligned = _tables(self._tensors, size)
+
+    def run(self) -> None:
+        """Exchange; a second time brings everything back. Mutates: all tensors."""
+        if self._programs:
+            launch = _swap_kernel[(self._programs,)]
+            launch(*self._tables, WORD=_WORDS[self._size][0], ALIGNED=self._aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
 
 
 def _as_words(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -20,8 +20,9 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtyp
 from areno.weights.shards import Overlap, TensorShard, merge_digests
 from areno.weights.slices import SliceLedger
 from areno.weights.staged import Layout, PendingFacts, StagedFacts, inspect, inspect_on_device, inspect_rows, join_facts, known
+
+if TYPE_CHECKING:
+    from areno.kernels.weights import Exchange
 
 _SCRATCH_BYTES = 16 << 20
 _LOOK_BYTES = 1 << 30
@@ -127,6 +131,7 @@ class WeightUpdate:
     __slots__ = (
         "_conflicts",
         "_copies",
+        "_exchange",
         "_facts",
         "_group",
         "_looker",
@@ -180,6 +185,7 @@ class WeightUpdate:
         self._unknown: dict[str, int] = {}
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scratch: torch.Tensor | None = None
+        self._exchange: Exchange | None = None
         self._opened_at = time.monotonic()
         self.version = version
         self.partial = partial
@@ -296,10 +302,9 @@ class WeightUpdate:
             if values.is_cuda and staged.is_cuda:
                 self._copies += copies
                 return None
-            # Not launched and left: the next slice may come in the same memory.
             with self._beside_decode([values], complete=True):
                 for target, source in copies:
-                    target.copy_(source)
+                    target.copy_(source, non_blocking=True)
             return None
         for target, source in copies:
             target.copy_(source)
@@ -376,7 +381,11 @@ class WeightUpdate:
         if digests is not None:
             self._check_digests(digests)
         self.counts = self._count()
-        if not self._swaps_on_device:
+        if self._staged.device.type == "cuda":
+            from areno.kernels.weights import Exchange
+
+            self._exchange = Exchange([(self._table.views[name], self._staged.views[name]) for name in self._sources])
+        else:
             elements = min(_SCRATCH_BYTES // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
             with torch.inference_mode(False):
                 self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
@@ -495,26 +504,20 @@ class WeightUpdate:
         Tensors that a partial update did not bring keep their values. Mutates: live, staged and derived tensors.
         """
         assert self.state is not UpdateState.OPEN, "an update is verified before its swap"
-        pairs = [(self._table.views[name], self._staged.views[name]) for name in self._sources]
-        if self._swaps_on_device:
-            from areno.kernels.weights import swap_pairs
-
-            swap_pairs(pairs)
+        if self._exchange is not None:
+            self._exchange.run()
         else:
-            self._swap_through_scratch(pairs)
+            self._swap_through_scratch()
         self._table.rebuild_derived()
         if self._stream is not None:
             torch.cuda.current_stream(self._table.device).synchronize()
         self.state = UpdateState.VERIFIED if self.state is UpdateState.SWAPPED else UpdateState.SWAPPED
 
-    @property
-    def _swaps_on_device(self) -> bool:
-        return self._staged.device.type == "cuda"
-
-    def _swap_through_scratch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _swap_through_scratch(self) -> None:
         assert self._scratch is not None, "verification makes room for the swap"
         size = self._scratch.numel()
-        for live, staged in ((live.view(-1), staged.view(-1)) for live, staged in pairs):
+        for name in self._sources:
+            live, staged = self._table.views[name].view(-1), self._staged.views[name].view(-1)
             for start in range(0, live.numel(), size):
                 live_part, staged_part = live[start : start + size], staged[start : start + size]
                 kept = self._scratch[: live_part.numel()].copy_(live_part)

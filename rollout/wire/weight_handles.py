@@ -71,11 +71,11 @@ class CudaAllocation(Message):
 
 
 class CudaHandle(Message):
-    """Device memory of the card `device` (its UUID), readable once the interprocess event `event` has passed."""
+    """Device memory of the card `device` (its UUID), readable once the interprocess event `event` has passed; None: it is already."""
 
     kind: Literal["cuda"]
     device: Token16
-    event: Annotated[bytes, Field(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)]
+    event: Annotated[bytes, Field(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)] | None = None
     allocations: Annotated[list[CudaAllocation], Field(max_length=MAX_ALLOCATIONS)]
 
 

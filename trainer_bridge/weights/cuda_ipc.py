@@ -3,7 +3,7 @@
     a tensor in memory of cudaMalloc's kind     its allocation is announced, with the tensor's place in it: one copy, by the service
     any other (expandable segments, say)        copied into one of two buckets of that kind first: two copies, and the report says so
 
-A bucket carries an interprocess event recorded behind the last write; the service waits for it on its own stream. Tensors are
+A bucket whose last write is not over carries an interprocess event recorded behind it, for which the service waits. Tensors are
 kept until their bucket is staged, so nothing is freed, or written by an optimizer step, under the service's hands. Invariant:
 an event and a bucket's memory are used again only after the bucket that used them was answered.
 """
@@ -213,8 +213,12 @@ class CudaIpcTransport:
     def _post(self, pieces: list[dict[str, Any]], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
         assert self._driver is not None, "a transport is opened first"
         turn = self._next % 2
-        event, event_handle = self._events[turn]
-        self._driver.call("cuEventRecord", event, torch.cuda.current_stream(self._device).cuda_stream)
+        event_handle: bytes | None = None
+        stream = torch.cuda.current_stream(self._device)
+        if not stream.query():
+            # The card would come to an event of this process only after what the engine has launched meanwhile.
+            event, event_handle = self._events[turn]
+            self._driver.call("cuEventRecord", event, stream.cuda_stream)
         device = uuid.UUID(str(torch.cuda.get_device_properties(self._device).uuid)).bytes
         handle = {
             "kind": "cuda",

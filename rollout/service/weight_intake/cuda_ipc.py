@@ -131,7 +131,7 @@ class CudaSource:
     """One bucket in device memory; see the module."""
 
     # Whole pieces: a copy on the card is over before a smaller one were launched.
-    slice_bytes = 2**40
+    slice_bytes, stays = 2**40, True
 
     def __init__(self, body: WeightsStageBucket, handle: CudaHandle, imports: CudaImports) -> None:
         imports.check_device(handle.device)
@@ -144,7 +144,7 @@ class CudaSource:
             if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1:
                 yield False
             self._opened.append(self._imports.memory(allocation.handle, allocation.size, self._body.bucket))
-        while not self._imports.passed(self._handle.event):
+        while self._handle.event is not None and not self._imports.passed(self._handle.event):
             yield True
 
     def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FramesSource:
     """One bucket in a message; its XXH3 is checked before anything is taken. Raises: BucketRefused."""
 
-    slice_bytes = HOST_SLICE_BYTES
+    slice_bytes, stays = HOST_SLICE_BYTES, False
 
     def __init__(self, body: WeightsStageBucket, content: np.ndarray | None, bounce: HostBounce) -> None:
         if content is None or content.nbytes != body.size:

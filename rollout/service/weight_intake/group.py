@@ -166,7 +166,7 @@ def torch_cpu() -> torch.device:
 class GroupSource:
     """One bucket that comes by broadcast. Raises: TransportUnavailable without a group."""
 
-    slice_bytes = HOST_SLICE_BYTES
+    slice_bytes, stays = HOST_SLICE_BYTES, True
 
     def __init__(self, body: WeightsStageBucket, link: GroupLink | None) -> None:
         if link is None:

@@ -33,9 +33,12 @@ class SliceEngine(Protocol):
 
 
 class BucketSource(Protocol):
-    """Where a bucket's bytes are. `values` are readable until the next call; `slice_bytes` is the most that it gives at once."""
+    """Where a bucket's bytes are; `slice_bytes` is the most that it gives at once. Values are readable until the next call, or `stays`."""
 
     slice_bytes: int
+
+    @property
+    def stays(self) -> bool: ...
 
     def prepare(self) -> Steps: ...
     def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor: ...
@@ -89,6 +92,8 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
         for first in range(0, piece.count, step):
             count = min(step, piece.count - first)
             engine.stage_slice(piece.name, source.values(piece, first, count), start=piece.start + first, spec=spec)
+            if not source.stays:
+                engine.settle_slices()
             made, moved = made + 1, moved + count * item
             if made >= slices or moved >= num_bytes:
                 made = moved = 0

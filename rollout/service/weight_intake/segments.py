@@ -89,6 +89,11 @@ class SegmentSource:
             if self._memory is not None:
                 self.slice_bytes = PINNED_SLICE_BYTES
 
+    @property
+    def stays(self) -> bool:
+        """Whether it is read in place, not through the bounce buffer."""
+        return self._memory is not None
+
     def prepare(self) -> Steps:
         """Check the segment's head. Raises: TransportUnavailable, BucketRefused."""
         head = os.pread(self._fd, HEAD.size, 0)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from areno.kernels import weights
-from areno.kernels.weights import inspect_pairs, swap_pairs
+from areno.kernels.weights import Exchange, inspect_pairs
 from areno.weights.digest import MASK64, bits_of, digest
 
 
@@ -55,8 +55,9 @@ def test_flags_of_one_tensor_do_not_reach_its_neighbours_and_shapes_do_not_matte
 def test_contents_change_places_and_come_back(dtype: torch.dtype, sizes: list[int], offset: int) -> None:
     pairs = _pairs(dtype, sizes, offset)
     before = [(one.clone(), other.clone()) for one, other in pairs]
-    swap_pairs(pairs)
+    exchange = Exchange(pairs)
+    exchange.run()
     for (one, other), (was, other_was) in zip(pairs, before):
         assert torch.equal(bits_of(one), bits_of(other_was)) and torch.equal(bits_of(other), bits_of(was))
-    swap_pairs(pairs)
+    exchange.run()
     assert all(torch.equal(bits_of(one), bits_of(was)) for (one, _), (was, _) in zip(pairs, before))
