@@ -17,6 +17,9 @@ from rollout.service.records import Record, Reservation
 from rollout.wire.codec import NO_REQUEST, Arrays
 from rollout.wire.messages import Generate
 
+# No id is larger, whatever the model.
+MOST_IDS = 2**31
+
 
 class Admission:
     """The front's state that admission depends on. `refusal` gives the reason why nothing is taken at all, or None."""
@@ -30,7 +33,9 @@ class Admission:
         # What memory the engine has given back: None, "kv" or "weights".
         self.asleep: str | None = None
         self.version = 0
+        # Of the engine, once one was ready.
         self.max_model_len: int | None = None
+        self.vocab_size = MOST_IDS
 
     def open_for(self, record: Record) -> bool:
         """Tell whether the engine may have this record now."""
@@ -45,9 +50,20 @@ class Admission:
             return f"waits for version {record.min_version}"
         return "waits until the engine is awake" if self.asleep is not None else "waits for a commit"
 
-    def length_refusal(self, body: Generate, arrays: Arrays) -> RolloutError | None:
-        """Return why a prompt is too long for any budget, or None; it would only be carried around for nothing."""
-        prompt_tokens = int(arrays["prompt_ids"].size)
+    def prompt_refusal(self, body: Generate, arrays: Arrays) -> RolloutError | None:
+        """Return why the engine would refuse this prompt, as far as this process must know before it reads or carries it."""
+        prompt = arrays["prompt_ids"]
+        prompt_tokens = int(prompt.size)
+        if body.stop and prompt_tokens and not 0 <= int(prompt.min()) <= int(prompt.max()) < self.vocab_size:
+            # Earlier output is decoded here, and a decoder fails on what is no id.
+            where = int(np.flatnonzero((prompt < 0) | (prompt >= self.vocab_size))[0])
+            return InvalidRequest(
+                f"prompt_ids[{where}]={int(prompt[where])} is outside the vocabulary",
+                field="prompt_ids",
+                value=int(prompt[where]),
+                limit=f"allowed: 0 to {self.vocab_size - 1}",
+                remedy="encode with this model's tokenizer",
+            )
         if self.max_model_len is None or prompt_tokens <= self.max_model_len:
             return None
         total = prompt_tokens - body.prior_output_tokens + body.max_new_tokens

@@ -138,7 +138,7 @@ class RequestDesk:
         if members and not fresh:
             return
         needs = self._admission.needs_of(body, arrays, len(fresh))
-        refusal = refusal or self._admission.refusal() or self._admission.length_refusal(body, arrays)
+        refusal = refusal or self._admission.refusal() or self._admission.prompt_refusal(body, arrays)
         refusal = refusal or (self._stop_text.refusal(body.stop) if body.stop else None)
         refusal = refusal or room_refusal(self._ledger, session.number, needs, len(fresh), now)
         if refusal is not None:
@@ -167,6 +167,11 @@ class RequestDesk:
             arrays={name: array for name, array in arrays.items() if name != "member_ids"},
             grouped=isinstance(body, GenerateGroup),
         )
+        # Everything that may fail comes before the first record.
+        matcher = None
+        if body.stop:
+            earlier = prompt[prompt.size - prior :].tolist()
+            matcher = self._stops.matcher(body.stop, min_new_tokens=body.min_new_tokens, earlier=earlier)
         for request_id, seed in seeds.items():
             record = self._ledger.open(
                 session.number, request_id, fingerprint, prompt_tokens=int(prompt.size), needs=needs, seed=seed, now=now
@@ -175,9 +180,8 @@ class RequestDesk:
             if body.deadline_s is not None:
                 record.deadline = now + body.deadline_s
                 heapq.heappush(self._deadlines, (record.deadline, record.engine_id))
-            if body.stop:
-                earlier = prompt[prompt.size - prior :].tolist()
-                self._stops.watch(record.engine_id, body.stop, min_new_tokens=body.min_new_tokens, earlier=earlier)
+            if matcher is not None:
+                self._stops.watch(record.engine_id, matcher.fork())
             self._streams.attach(record)
             submission.members[record.engine_id] = record
         self._submissions.add(submission)

@@ -31,9 +31,12 @@ class StopDesk:
     def __len__(self) -> int:
         return len(self._watched)
 
-    def watch(self, engine_id: int, strings: Sequence[str], *, min_new_tokens: int, earlier: Sequence[int]) -> None:
-        """Watch a request; its stop strings were found usable."""
-        matcher = self._text.matcher(strings, min_new_tokens=min_new_tokens, earlier=earlier)
+    def matcher(self, strings: Sequence[str], *, min_new_tokens: int, earlier: Sequence[int]) -> StopMatcher:
+        """Return what looks for these stop strings, which were found usable."""
+        return self._text.matcher(strings, min_new_tokens=min_new_tokens, earlier=earlier)
+
+    def watch(self, engine_id: int, matcher: StopMatcher) -> None:
+        """Watch a request with a matcher of its own."""
         self._watched[engine_id] = _Watch(matcher)
 
     def forget(self, engine_id: int) -> None:

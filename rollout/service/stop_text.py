@@ -49,6 +49,12 @@ class TextDecoder:
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=False)
 
+    def fork(self) -> TextDecoder:
+        """Return a decoder that has read the same."""
+        other = TextDecoder(self._tokenizer)
+        other._ids, other._start, other._clean, other._given = list(self._ids), self._start, self._clean, self._given
+        return other
+
     def begin(self, ids: Sequence[int]) -> None:
         """Take the first ids, all at once; the next one's text comes with theirs."""
         self._ids.extend(ids)
@@ -111,6 +117,13 @@ class StopMatcher:
             self._before_any -= len(earlier) - 1
             self._decoder.begin(earlier[:-1])
             self._take(earlier[-1])
+
+    def fork(self) -> StopMatcher:
+        """Return a matcher that has read the same; what was read before is not decoded again."""
+        other = StopMatcher.__new__(StopMatcher)
+        other._strings, other._longest, other._before_any, other._tail = self._strings, self._longest, self._before_any, self._tail
+        other._decoder, other._parts = self._decoder.fork(), list(self._parts)
+        return other
 
     def _take(self, token_id: int) -> tuple[str, int]:
         """Return the text in which a match that this id completes lies, and where the id's own text begins in it."""

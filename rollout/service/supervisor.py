@@ -123,6 +123,7 @@ class Supervisor:
         self._admission.ready, self.loading = True, False
         self._probe.forget()
         self._admission.max_model_len = body.engine.max_model_len
+        self._admission.vocab_size = body.engine.vocab_size
         self._control.host_ready(body.version)
         self._requests.submit_held()
         if not self.was_ready:

@@ -267,7 +267,13 @@ def _canaries(ids: np.ndarray, counts: np.ndarray, logprobs: np.ndarray, tempera
         return []
     from areno.weights.update import Canary
 
-    if (counts < 2).any() or counts.size != len(temperatures) or counts.sum() != ids.size or logprobs.size != ids.size - counts.size:
+    if (
+        (counts < 2).any()
+        or (counts > ids.size).any()
+        or counts.size != len(temperatures)
+        or counts.sum() != ids.size
+        or logprobs.size != ids.size - counts.size
+    ):
         raise WeightUpdateError(
             f"{counts.size} canaries with {ids.size} ids and {logprobs.size} log-probabilities do not fit",
             field="canaries",

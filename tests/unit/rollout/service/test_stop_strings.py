@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.errors import HostFailed
+from rollout.service.stop_text import StopMatch, StopText
 from rollout.service.token_store import BYTES_PER_TOKEN
 from rollout.wire.codec import decode, encode
 from rollout.wire.messages import HOST_REPLIES, Op
-from tests.unit.rollout.agent.byte_tokenizer import spelled
+from tests.unit.rollout.agent.byte_tokenizer import files, spelled
 from tests.unit.rollout.service.request_desk import Desk, ending
 
 STOPPED = spelled("ab STOP")
@@ -183,3 +185,22 @@ def test_stop_strings_that_cannot_be_matched_are_refused_by_name() -> None:
     assert desk.generate() not in [one for one, _, _ in desk.errors()], "others need no tokenizer"
     undecodable = Desk()
     assert undecodable.errors() == [] and undecodable.generate(stop=["\ufffd"]) == undecodable.errors()[0][0]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31 - 1, 2**40])
+def test_earlier_output_that_is_no_id_is_refused_and_leaves_no_record(bad: int) -> None:
+    desk = Desk()
+    desk.admission.vocab_size = 256
+    arrays = {"prompt_ids": np.array([1, bad], np.int64)}
+    request_id = desk.generate(biases=arrays, stop=["x"], prior_output_tokens=1)
+    assert desk.errors() == [(request_id, "invalid_request", "prompt_ids")]
+    assert not desk.ledger.records() and desk.ledger.reserved_bytes == 0
+
+
+def test_members_of_a_group_share_the_reading_of_their_earlier_output_and_nothing_after_it() -> None:
+    text = StopText(files())
+    assert text.refusal(["ab"]) is None
+    matcher = text.matcher(["ab"], min_new_tokens=0, earlier=spelled("za"))
+    one, other = matcher.fork(), matcher.fork()
+    assert one.add(spelled("b")[0]) == StopMatch("ab", "z")
+    assert other.add(spelled("c")[0]) is None and other.text() == "zac"
