@@ -67,17 +67,17 @@ class Stream:
     def __next__(self) -> Delta:
         if self._cursor.over:
             raise StopIteration
-        if self._cursor.waits:
-            self._news()
-        return self._cursor.read()
+        delta = self._cursor.read()
+        return self._news() if delta is None else delta
 
-    def _news(self) -> None:
+    def _news(self) -> Delta:
         woken = threading.Event()
         listener = self._record.listen(woken.set, each=True)
         try:
-            while self._cursor.waits:
+            while (delta := self._cursor.read()) is None:
                 woken.wait()
                 woken.clear()
+            return delta
         except BaseException:
             self._connection.abandon(self._record)
             raise

@@ -61,11 +61,11 @@ class _News:
     Apart from `AsyncStream`, which the stream's record must not keep alive: a stream that nobody holds is abandoned.
     """
 
-    __slots__ = ("_futures", "_listener", "loop")
+    __slots__ = ("_future", "_listener", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self.loop = loop
-        self._futures: list[asyncio.Future[None]] = []
+        self._future: asyncio.Future[None] | None = None
         self._listener: Listener | None = None
 
     def join(self, record: StreamRecord) -> None:
@@ -79,15 +79,17 @@ class _News:
             self._listener = None
 
     def future(self) -> asyncio.Future[None]:
-        """Return what the next news complete; to be awaited at once."""
+        """Return what the next news complete; to be awaited at once. Raises: RuntimeError for a second reader."""
         assert self.loop is not None, "news come to an event loop"
-        future: asyncio.Future[None] = self.loop.create_future()
-        self._futures.append(future)
+        if self._future is not None and not self._future.done():
+            raise RuntimeError("a stream has one reader at a time; open a stream for each")
+        future = self._future = self.loop.create_future()
         return future
 
     def _wake(self) -> None:
-        futures, self._futures = self._futures, []
-        for future in futures:
+        future = self._future
+        if future is not None:
+            self._future = None
             if not future.done():
                 future.set_result(None)
 
@@ -113,15 +115,18 @@ class AsyncStream:
         cursor = self._cursor
         if cursor.over:
             raise StopAsyncIteration
-        if cursor.waits:
-            news = self._listen()
-            try:
-                while cursor.waits:
-                    await news.future()
-            except asyncio.CancelledError:
-                self._connection.abandon(self._record)
-                raise
-        return cursor.read()
+        delta = cursor.read()
+        if delta is not None:
+            return delta
+        news = self._listen()
+        try:
+            # News that came before the listener are seen by the second look.
+            while (delta := cursor.read()) is None:
+                await news.future()
+        except asyncio.CancelledError:
+            self._connection.abandon(self._record)
+            raise
+        return delta
 
     def _listen(self) -> _News:
         """Return what wakes this event loop."""

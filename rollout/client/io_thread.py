@@ -49,6 +49,9 @@ log = logging.getLogger("rollout.client")
 MAX_MESSAGE_BYTES = 2**30
 MAX_HEARTBEAT_S = 5.0
 SUSPENSION_S = 1.0
+# Flushes that follow each other sooner are acknowledged together, unless they have so many bytes (half of the least credit) or endings.
+ACKNOWLEDGE_S = 0.05
+ACKNOWLEDGE_BYTES = 2**15
 # How long a call waits for a service that has been silent past the time-out, or has said that it stops.
 PROBE_S = 0.5
 # So many handshakes cut short in a row are no accident of a service that is just ending.
@@ -97,7 +100,8 @@ class IoThread:
         self._silent = False
         self._stopped: RolloutError | None = None
         self._next_heartbeat = self._last_heard
-        self._seq = 0
+        self._seq = self._unacknowledged = 0
+        self._acknowledged_at = float("-inf")
         self.thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
         self.thread.start()
 
@@ -246,6 +250,8 @@ class IoThread:
             self._next_heartbeat = now + self._heartbeat_s()
             if self._data.welcomed and not self._data.unsent:
                 self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
+                if self._unacknowledged:
+                    self._acknowledge([])
         self._silent = self._silent or now - self._last_heard > self._timeout_s
         if self._silent or self._stopped is not None:
             self._fail_silent(now)
@@ -551,6 +557,7 @@ class IoThread:
             self._acknowledge(unknown)
 
     def _acknowledge(self, ended: list[bytes]) -> None:
+        self._unacknowledged, self._acknowledged_at = 0, self._last_heard
         arrays = {"request_ids": np.frombuffer(b"".join(ended), np.uint8).reshape(-1, 16)} if ended else None
         self._send(self._data, encode(Op.ACK, NO_REQUEST, {"seq": self._seq}, arrays))
 
@@ -574,8 +581,10 @@ class IoThread:
         grown: list[StreamRecord] = []
         start = 0
         request_ids = [raw_ids[place : place + 16] for place in range(0, len(raw_ids), 16)]
+        streams = None if self._continued else self.streams
         for index, (request_id, offset, end) in enumerate(zip(request_ids, arrays["offsets"].tolist(), ends.tolist())):
-            record = self._stream(request_id)
+            # Whatever was continued once has another id now; without any, ids are what callers know.
+            record = self._stream(request_id) if streams is None else streams.get(request_id)
             ending = endings.get(index) if endings else None
             if record is None:
                 if ending is not None:
@@ -597,7 +606,10 @@ class IoThread:
             start = end
         self._tell_growth(grown)
         self._attach(gaps)
-        self._acknowledge(ended)
+        self._unacknowledged += packet.num_bytes
+        since_s = self._last_heard - self._acknowledged_at
+        if ended or self._unacknowledged >= ACKNOWLEDGE_BYTES or since_s >= ACKNOWLEDGE_S:
+            self._acknowledge(ended)
 
     def _tell_growth(self, grown: list[StreamRecord]) -> None:
         """Tell who listens to each growth of these streams."""

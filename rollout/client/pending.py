@@ -186,13 +186,15 @@ class StreamRecord(Pending):
     def delta(self, start: int, stop: int, finished: Generation | None, prompt_score: PromptScore | None = None) -> Delta:
         """Return the tokens of a stretch as a value."""
         columns: Columns | Shown
-        columns, low, high = self._log.find(start, stop)
-        plain = self._log.plain
+        log = self._log
+        columns, low, high = log.find(start, stop)
+        plain = log.plain
         if not plain or not self.wants.logprobs:
             part = self._log.cut(start, stop)
             columns, low, high = Shown(part.ids, *self._logprobs(part), part.versions), 0, stop - start
-        delta = Delta(start, columns, low, high, plain=plain, finished=finished)
-        delta.prompt_logprobs = prompt_score
+        delta = Delta(start, columns, low, high, plain, finished)
+        if prompt_score is not None:
+            delta.prompt_logprobs = prompt_score
         if self._kept is not None:
             delta.kept_counts, delta.kept_ids = self._kept_sets(start, stop)
         return delta
@@ -254,23 +256,19 @@ class DeltaCursor:
         self._gave_score = False
         self.over = False
 
-    @property
-    def waits(self) -> bool:
-        """Whether there is nothing to read yet."""
-        return self._record.length == self._start and not self._record.done
-
-    def read(self) -> Delta:
-        """Return what came since; the last delta has the generation. Raises: as `StreamRecord.result`."""
-        record = self._record
+    def read(self) -> Delta | None:
+        """Return what came since, None if nothing did; the last delta has the generation. Raises: as `StreamRecord.result`."""
+        record, start = self._record, self._start
+        # The end first: it comes after the last token.
         done = record.done
-        start, stop = self._start, record.length
+        stop = record.length
+        if stop == start and not done:
+            return None
         self._start = stop
         score = record.prompt_score
         if score is not None:
             score, self._gave_score = (None if self._gave_score else score), True
-        if not done:
-            return record.delta(start, stop, None, score)
-        if record.error is None and record.ending is not None and record.ending.kind == "failed" and stop > start:
+        if not done or (stop > start and record.error is None and record.ending is not None and record.ending.kind == "failed"):
             return record.delta(start, stop, None, score)
         self.over = True
         return record.delta(start, stop, record.result(), score)

@@ -93,10 +93,14 @@ class Delta:
 
     __slots__ = ("_columns", "_plain", "_start", "_stop", "finished", "kept_counts", "kept_ids", "offset", "prompt_logprobs")
 
-    def __init__(self, offset: int, columns: Columns | Shown, start: int, stop: int, *, plain: bool, finished: Generation | None) -> None:
+    def __init__(self, offset: int, columns: Columns | Shown, start: int, stop: int, plain: bool, finished: Generation | None) -> None:
         """`plain`: every token has its log-probabilities, and the behaviour's are equal."""
-        self.offset, self.finished = offset, finished
-        self._columns, self._start, self._stop, self._plain = columns, start, stop, plain
+        self.offset = offset
+        self._columns = columns
+        self._start = start
+        self._stop = stop
+        self._plain = plain
+        self.finished = finished
         self.kept_counts: np.ndarray | None = None
         self.kept_ids: np.ndarray | None = None
         self.prompt_logprobs: PromptScore | None = None

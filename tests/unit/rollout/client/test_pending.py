@@ -151,14 +151,16 @@ def test_an_ending_is_believed_only_with_all_that_it_speaks_of() -> None:
 def test_a_cursor_gives_every_token_and_the_prompt_score_once() -> None:
     stream = record()
     cursor = DeltaCursor(stream)
-    assert cursor.waits
+    assert cursor.read() is None
     take(stream, 0, columns([1, 2]))
     stream.prompt_score = PromptScore(start=1, logprobs=np.zeros(1), raw_logprobs=np.zeros(1), version=0)
     first = cursor.read()
+    assert first is not None
     assert (first.offset, first.ids.tolist(), first.finished) == (0, [1, 2], None) and first.prompt_logprobs is stream.prompt_score
-    assert cursor.waits
+    assert cursor.read() is None
     take(stream, 2, columns([3]))
     ended(stream)
     last = cursor.read()
+    assert last is not None
     assert (last.offset, last.ids.tolist()) == (2, [3]) and last.finished is not None and cursor.over
     assert last.prompt_logprobs is None and last.finished.prompt_logprobs is stream.prompt_score
