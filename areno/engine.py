@@ -111,9 +111,10 @@ class Engine:
         # Sizes and limits are those of one rank's part, and the same for all ranks.
         local = shard_model(model_config, self._group.rank, self._group.size).local
         token_kv_elements = 2 * local.num_layers * local.num_kv_heads * local.head_dim
-        self._device_limits: DeviceLimits = (
-            measure_device(device, config, model_config, self._group) if beside is None else beside._device_limits
-        )
+        with self._ranks.together():
+            self._device_limits: DeviceLimits = (
+                measure_device(device, config, model_config, self._group) if beside is None else beside._device_limits
+            )
         resolved = resolve(
             config, self._device_limits, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
         )
