@@ -45,6 +45,7 @@ from areno.twin import twin_config
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
 from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
+from areno.weights.whole import whole_tensor
 
 SLEEP_LEVELS = ("kv", "weights")
 
@@ -537,6 +538,14 @@ class Engine:
         With `tp` above 1 they are this rank's parts of them.
         """
         return dict(self._table.views)
+
+    def whole_tensor(self, name: str) -> torch.Tensor:
+        """Return a live tensor by its Hugging Face name, whole, to be read at once and never written. Raises: Asleep, EngineFailure."""
+        if self._moved_out is not None:
+            self._check_awake("whole_tensor")
+        with self._ranks.together():
+            self._ranks.tell(ops.GatherTensor(name=name))
+            return whole_tensor(self._table, name, self._group)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep their pages."""

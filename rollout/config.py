@@ -154,14 +154,6 @@ class ServiceConfig:
                 raise _refuse(name, getattr(self, name), "True or False")
         if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
             raise _refuse("threads", self.threads, "an integer of 1 or more")
-        if self.keep_last is not None and (self.tp or 1) != 1:
-            raise InvalidConfig(
-                f"keep_last={self.keep_last!r} does not go with tp={self.tp}",
-                field="keep_last",
-                value=self.keep_last,
-                limit="each rank has a part of the weights, and the file takes whole ones",
-                remedy="leave keep_last out: a new engine host asks the trainer for the weights",
-            )
         if self.keep_last is not None and not Path(self.keep_last).absolute().parent.is_dir():
             raise _refuse("keep_last", self.keep_last, "a file in a folder that exists")
         if self.metrics_port is not None and not (type(self.metrics_port) is int and 0 <= self.metrics_port < 2**16):

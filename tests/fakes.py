@@ -364,6 +364,10 @@ class FakeEngine:
 
         return {name: torch.from_numpy(array) for name, array in self._weights.items()}
 
+    def whole_tensor(self, name: str) -> Any:
+        """Return a live tensor."""
+        return self.tensors()[name]
+
     def digests(self) -> dict[str, int]:
         """Return a digest of each tensor."""
         return {name: int(tensor.view(np.uint32).astype(np.uint64).sum()) for name, tensor in self._weights.items()}

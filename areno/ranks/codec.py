@@ -178,6 +178,7 @@ _ENTRIES: dict[type, _Field[Any]] = {
     ops.PublishUpdate: _record(ops.PublishUpdate, version=_Integer),
     ops.AbortUpdate: _record(ops.AbortUpdate),
     ops.TakeDigests: _record(ops.TakeDigests),
+    ops.GatherTensor: _record(ops.GatherTensor, name=_Text),
     ops.ReleaseKV: _record(ops.ReleaseKV),
     ops.MoveOutWeights: _record(ops.MoveOutWeights),
     ops.WakeUp: _record(ops.WakeUp),

@@ -100,6 +100,13 @@ class TakeDigests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatherTensor:
+    """Take part in putting a live tensor together."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseKV:
     """Give the memory of keys and values back."""
 
@@ -143,6 +150,7 @@ Operation = (
     | PublishUpdate
     | AbortUpdate
     | TakeDigests
+    | GatherTensor
     | ReleaseKV
     | MoveOutWeights
     | WakeUp

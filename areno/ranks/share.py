@@ -29,6 +29,7 @@ from areno.sampling.variant import Variant
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
 from areno.weights.update import Canary, WeightUpdate, digests
+from areno.weights.whole import whole_tensor
 
 WARM = Variant(noise=True, sums=True)
 
@@ -71,6 +72,7 @@ class Share:
             ops.PublishUpdate: self._publish,
             ops.AbortUpdate: self._abort,
             ops.TakeDigests: lambda _: digests(self._own.rank.model.table, self._group),
+            ops.GatherTensor: lambda entry: whole_tensor(self._own.rank.model.table, entry.name, self._group),
             ops.ReleaseKV: self._release,
             ops.MoveOutWeights: self._move_out,
             ops.WakeUp: self._wake,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout.engine_host")
 PIECE_BYTES = 8 * 2**20
 VERSION_KEY = "version"
-_FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+# Names of dtypes in the file, and their bytes.
+_FORMAT_NAMES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "float64": ("F64", 8)}
 
 
 class RestorableEngine(Protocol):
@@ -32,20 +34,23 @@ class RestorableEngine(Protocol):
 
     @property
     def version(self) -> int: ...
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def manifest(self) -> Mapping[str, Any]: ...
+    def whole_tensor(self, name: str) -> torch.Tensor: ...
     def begin_update(self, manifest: Mapping[str, Any] | None, *, version: int, partial: bool = False) -> None: ...
     def stage(self, name: str, tensor: torch.Tensor) -> None: ...
     def commit_update(self, *, digests: Mapping[str, int] | None = None) -> Any: ...
     def abort_update(self) -> None: ...
 
 
-def _header(tensors: Mapping[str, torch.Tensor], version: int) -> bytes:
+def _header(specs: Mapping[str, Any], version: int) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", VERSION_KEY: str(version)}}
     at = 0
-    for name, tensor in tensors.items():
-        dtype = _FORMAT_NAMES[str(tensor.dtype).removeprefix("torch.")]
-        fields[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
+    for name, spec in specs.items():
+        dtype, size = _FORMAT_NAMES[spec.dtype]
+        end = at + size * math.prod(spec.shape)
+        fields[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -98,13 +103,13 @@ class LastWeights:
     def _write(self, path: Path) -> Generator[None, None, None]:
         import torch
 
-        tensors, version = self._engine.tensors(), self._engine.version
+        specs, version = self._engine.manifest, self._engine.version
         fresh = self._part(path)
         try:
             with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-                file.write(_header(tensors, version))
-                for tensor in tensors.values():
-                    flat = tensor.detach().reshape(-1).view(torch.uint8)
+                file.write(_header(specs, version))
+                for name in specs:
+                    flat = self._engine.whole_tensor(name).detach().reshape(-1).view(torch.uint8)
                     for start in range(0, flat.numel(), PIECE_BYTES):
                         # A copy also on the CPU: memory that numpy has seen could not be given back by a sleep.
                         file.write(flat[start : start + PIECE_BYTES].to("cpu", copy=True).numpy().data)

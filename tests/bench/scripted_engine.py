@@ -411,6 +411,10 @@ class ScriptedEngine:
         """Return the live tensors."""
         return self._weights.tensors()
 
+    def whole_tensor(self, name: str) -> Any:
+        """Return a live tensor."""
+        return self._weights.whole_tensor(name)
+
     def digests(self) -> dict[str, int]:
         """Return a digest of each tensor."""
         return self._weights.digests()

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from areno import Canary, Engine, EngineConfig, EngineFailure
 from areno.errors import DigestMismatch
 from areno.ranks.peers import Peers, PeersPlan
 from areno.weights.digest import digest
+from rollout.service.last_weights import LastWeights
 from tests.engine_runs import generate, random_prompt, request, run
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, write_checkpoint
 
@@ -93,6 +96,12 @@ def test_weights_that_are_broadcast_are_proven_and_sleep_gives_them_back_bit_for
     stage(1)
     report = engine.commit_update(digests=digests, canaries=[canary])
     assert report.canary_gap is not None and report.canary_gap < 1e-4 and report.changed_tensors == len(tensors)
+    kept = LastWeights(engine, tmp_path / "kept.safetensors")
+    kept.committed()
+    while kept.busy:
+        kept.advance()
+    written = load_file(tmp_path / "kept.safetensors")
+    assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
     for _ in range(2):
         outputs = run(engine, requests)
         for number, output in expected.items():

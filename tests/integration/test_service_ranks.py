@@ -140,8 +140,7 @@ def test_a_host_that_is_stopped_is_ended_by_its_other_rank_and_a_killed_front_le
     wait_until(lambda: gone(host) and gone(rank), 15.0)
 
 
-def test_what_goes_with_no_ranks_is_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:
-    for options, words in (({"tp": 2, "keep_last": str(tmp_path / "kept")}, "does not go with tp=2"), ({"tp": 0}, "tp=0 is not allowed")):
-        service = LocalService(str(folder), start_timeout_s=60.0, timeout_s=10.0, options={**options, "device": "cpu"})
-        with pytest.raises(InvalidConfig, match=words):
-            service.start()
+def test_a_wrong_number_of_ranks_is_refused_before_anything_starts(folder: Path) -> None:
+    service = LocalService(str(folder), start_timeout_s=60.0, timeout_s=10.0, options={"tp": 0, "device": "cpu"})
+    with pytest.raises(InvalidConfig, match="tp=0 is not allowed"):
+        service.start()

@@ -79,6 +79,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Any]] = {
     ops.MeasureCanaries: st.builds(
         ops.MeasureCanaries, counts=IDS, ids=IDS, logprobs=array_of(np.float32), temperatures=array_of(np.float64)
     ),
+    ops.GatherTensor: st.builds(ops.GatherTensor, name=TEXT),
     ops.PublishUpdate: st.builds(ops.PublishUpdate, version=INT64),
     ops.CheckState: st.builds(ops.CheckState, number=INT64),
 }
