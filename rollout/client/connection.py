@@ -28,7 +28,8 @@ from rollout.wire.messages import Op
 from rollout.wire.security import missing_socket, new_token
 
 CLOSE_WAIT_S = 3.0
-GOODBYE_WAIT_S = 0.5
+# The sockets linger for half a second at most; more only where this process gets no time.
+GOODBYE_WAIT_S = 2.0
 # Threads whose service may still wait for a goodbye when the interpreter ends.
 _OPEN: weakref.WeakSet[IoThread] = weakref.WeakSet()
 

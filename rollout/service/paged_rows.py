@@ -21,6 +21,18 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
 
 
+def _rounds(rows: np.ndarray) -> np.ndarray | None:
+    """Return `rows` as [rounds, m] if the same m rows come again and again, as several steps of the same rows do; None otherwise."""
+    again = np.flatnonzero(rows[1:] == rows[0]) if rows.size else rows
+    width = int(again[0]) + 1 if again.size else rows.size
+    if not width or rows.size % width:
+        return None
+    rounds = rows.reshape(-1, width)
+    if (rounds != rounds[0]).any() or np.unique(rounds[0]).size != width:
+        return None
+    return rounds
+
+
 class PagedRows:
     """Columns of these dtypes in pages of `PAGE` entries. Mutates only itself."""
 
@@ -76,15 +88,21 @@ class PagedRows:
 
         Shapes: `rows` [n] names the row of each entry; a row may come several times.
         """
-        order = np.argsort(rows, kind="stable")
-        grown, counts = np.unique(rows, return_counts=True)
+        rounds = _rounds(rows)
+        if rounds is not None:
+            grown, counts = rounds[0], np.full(rounds.shape[1], rounds.shape[0])
+        else:
+            grown, counts = np.unique(rows, return_counts=True)
         before = self.lengths[grown]
         after = before + counts
         needed = (after + PAGE - 1) // PAGE
         for which in np.flatnonzero(needed > self._num_pages_of[grown]):
             self._add_pages(int(grown[which]), int(needed[which]))
-        places = np.empty(rows.size, np.int64)
-        places[order] = self._places(np.repeat(grown, counts), ranges(before, counts))
+        if rounds is not None:
+            places = self._places(rounds, before + np.arange(len(rounds))[:, None]).reshape(-1)
+        else:
+            places = np.empty(rows.size, np.int64)
+            places[np.argsort(rows, kind="stable")] = self._places(np.repeat(grown, counts), ranges(before, counts))
         for own, news in zip(self._columns, columns):
             own[places] = news
         self.lengths[grown] = after

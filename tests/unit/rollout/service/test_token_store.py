@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.service.paged_rows import PAGE, ranges
+from rollout.service.paged_rows import PAGE, PagedRows, ranges
 from rollout.service.token_store import BYTES_PER_TOKEN, KeptSets, TokenColumns, TokenStore
 
 
@@ -96,3 +96,26 @@ def test_random_growth_and_clearing_equal_lists(seed: int) -> None:
     for row in oracle:
         store.clear(row)
     assert store.used_pages == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_come_in_rounds_are_stored_as_any_others(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows = PagedRows((np.int64,), rows=40, pages=4)
+    oracle: dict[int, list[int]] = {row: [] for row in range(40)}
+    at = 0
+    for _ in range(30):
+        chosen = draw.permutation(40)[: int(draw.integers(1, 9))]
+        many = np.tile(chosen, int(draw.integers(1, 100)))
+        if draw.random() < 0.3:
+            many = np.append(many, draw.integers(0, 40))
+        values = np.arange(at, at + many.size)
+        at += many.size
+        grown = rows.append(many, (values,))
+        assert sorted(grown.tolist()) == sorted(set(many.tolist()))
+        for row, value in zip(many.tolist(), values.tolist()):
+            oracle[row].append(value)
+        rows.check_integrity()
+    every = np.arange(40)
+    counts = rows.lengths[every]
+    assert rows.gather(every, np.zeros(40, np.int64), counts)[0].tolist() == [value for row in range(40) for value in oracle[row]]
