@@ -41,7 +41,7 @@ from rollout.errors import (
 from rollout.standstill import StandstillClock
 from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
 from rollout.wire.curve import ClientKey
-from rollout.wire.messages import CLIENT_REPLIES, Deltas, Ending, ErrorBody, Op, Welcome
+from rollout.wire.messages import CLIENT_REPLIES, MAX_NAMED_IDS, Deltas, Ending, ErrorBody, Op, Welcome
 from rollout.wire.security import control_address_for, missing_socket, new_token
 from rollout.wire.transport import Context, Handshake, Peer, Poller, Sent
 
@@ -500,14 +500,14 @@ class IoThread:
             self._send_cancel(self.streams[request_id].wire_id)
 
     def _attach(self, records: Iterable[StreamRecord]) -> None:
-        records = list(records)
-        if not records:
-            return
-        arrays: dict[str, np.ndarray] = {
-            "request_ids": np.frombuffer(b"".join(record.wire_id for record in records), np.uint8).reshape(-1, 16),
-            "offsets": np.array([record.length - record.base for record in records], np.int64),
-        }
-        self._send(self._data, encode(Op.ATTACH, new_token(), {}, arrays))
+        every = list(records)
+        for start in range(0, len(every), MAX_NAMED_IDS):
+            part = every[start : start + MAX_NAMED_IDS]
+            arrays: dict[str, np.ndarray] = {
+                "request_ids": np.frombuffer(b"".join(record.wire_id for record in part), np.uint8).reshape(-1, 16),
+                "offsets": np.array([record.length - record.base for record in part], np.int64),
+            }
+            self._send(self._data, encode(Op.ATTACH, new_token(), {}, arrays))
 
     def _error(self, link: _Link, request_id: bytes, body: ErrorBody) -> None:
         error = error_from_fields(body.model_dump())

@@ -39,6 +39,8 @@ class Answers:
         self._control, self._admission, self._supervisor = control, admission, supervisor
         self._numbers, self._health = numbers, health
         self._files = files
+        # One object for all answers, however many wait to be sent.
+        self._content = np.frombuffer(b"".join(files.values()), np.uint8)
         self._digests = {
             "tokenizer_digest": tokenizer_digest(self._files),
             "chat_template_digest": chat_template_digest(self._files),
@@ -80,6 +82,7 @@ class Answers:
 
     def tokenizer_files(self, session: Session, packet: Packet) -> None:
         """Answer TOKENIZER_FILES."""
-        content = np.frombuffer(b"".join(self._files.values()), np.uint8)
         entries = [{"name": name, "size": len(data)} for name, data in self._files.items()]
-        self._outbound.reply(session, Channel.DATA, Op.TOKENIZER_FILES_RESULT, packet.request_id, {"files": entries}, {"content": content})
+        self._outbound.reply(
+            session, Channel.DATA, Op.TOKENIZER_FILES_RESULT, packet.request_id, {"files": entries}, {"content": self._content}
+        )

@@ -1,21 +1,25 @@
 """Calls that the front passes on to the engine host and whose answer it passes back.
 
 Each call has an id of its own on the host's link. Every call gets exactly one answer: the host's, or the error of the
-host's death.
+host's death. What one session may have open is bounded in number and bytes, since the host answers in its own time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.errors import RolloutError, error_fields
+from rollout.errors import Busy, RolloutError, error_fields
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session
 from rollout.wire.codec import Arrays, Packet
 from rollout.wire.messages import ErrorBody, Message, Op
 from rollout.wire.security import new_token
+
+MAX_OPEN_CALLS = 4096
+MAX_OPEN_CALL_BYTES = 256 * 2**20
 
 
 class Reply(Protocol):
@@ -40,6 +44,7 @@ class _Call:
     on_result: OnResult | None
     on_error: OnError | None
     result_op: Op | None
+    num_bytes: int = 0
 
 
 class Calls:
@@ -48,6 +53,8 @@ class Calls:
     def __init__(self, link: HostLink, reply: Reply) -> None:
         self._link, self._reply = link, reply
         self._open: dict[bytes, _Call] = {}
+        self._num_open: Counter[int] = Counter()
+        self._open_bytes: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -69,10 +76,29 @@ class Calls:
         on_error: OnError | None = None,
         result_op: Op | None = None,
     ) -> None:
-        """Send a call to the host; its answer goes to the session under `request_id`, as `result_op` if that is given."""
+        """Send a call to the host; its answer goes to the session under `request_id`, as `result_op` if that is given.
+
+        Raises: Busy for a session that has too much open.
+        """
+        num_bytes = sum(array.nbytes for array in (arrays or {}).values())
+        number = session.number
+        if self._num_open[number] >= MAX_OPEN_CALLS or self._open_bytes[number] + num_bytes > MAX_OPEN_CALL_BYTES:
+            raise Busy(
+                f"{self._num_open[number]} calls of this client with {self._open_bytes[number]} bytes wait for the engine",
+                limit=f"at most {MAX_OPEN_CALLS} calls and {MAX_OPEN_CALL_BYTES} bytes",
+                remedy="wait for answers before you send more",
+            )
+        self._num_open[number] += 1
+        self._open_bytes[number] += num_bytes
         call_id = new_token()
         self._open[call_id] = _Call(
-            session=session, channel=channel, request_id=request_id, on_result=on_result, on_error=on_error, result_op=result_op
+            session=session,
+            channel=channel,
+            request_id=request_id,
+            on_result=on_result,
+            on_error=on_error,
+            result_op=result_op,
+            num_bytes=num_bytes,
         )
         self._link.send(op, fields, arrays, call_id)
 
@@ -84,9 +110,20 @@ class Calls:
         )
         self._link.send(op, fields, None, call_id)
 
+    def _take(self, call_id: bytes) -> _Call | None:
+        """Take a call out, and what it counts for its session."""
+        call = self._open.pop(call_id, None)
+        if call is not None and call.session is not None:
+            number = call.session.number
+            self._num_open[number] -= 1
+            self._open_bytes[number] -= call.num_bytes
+            if not self._num_open[number]:
+                del self._num_open[number], self._open_bytes[number]
+        return call
+
     def answer(self, packet: Packet) -> None:
         """Pass a host's answer back."""
-        call = self._open.pop(packet.request_id, None)
+        call = self._take(packet.request_id)
         if call is None:
             return
         fields: Mapping[str, object] | None = None
@@ -102,7 +139,7 @@ class Calls:
 
     def fail(self, call_id: bytes, error: RolloutError) -> None:
         """Answer one call with an error."""
-        call = self._open.pop(call_id, None)
+        call = self._take(call_id)
         if call is not None:
             self._fail(call, error)
 
@@ -112,9 +149,8 @@ class Calls:
 
     def fail_all(self, error: RolloutError) -> None:
         """Answer every open call with an error."""
-        calls, self._open = self._open, {}
-        for call in calls.values():
-            self._fail(call, error)
+        for call_id in list(self._open):
+            self.fail(call_id, error)
 
     def _fail(self, call: _Call, error: RolloutError) -> None:
         body = ErrorBody.model_validate(error_fields(error))

@@ -373,6 +373,9 @@ class Front:
         elif channel is Channel.CONTROL:
             raise NoSession("a session is opened on the data socket", remedy="say HELLO there, then here with session and secret")
         else:
+            former = self._sessions.bound_to(channel, route)
+            if former is not None:
+                self._end_session(former, "the client opened another session on its connection")
             session = self._sessions.open(body.name, channel, route, now, user)
         fields = {
             "incarnation": self._incarnation,

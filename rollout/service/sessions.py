@@ -12,11 +12,12 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollout.errors import AccessDenied, NoSession
+from rollout.errors import AccessDenied, Busy, NoSession
 from rollout.wire.gate import principal_of
 from rollout.wire.security import new_token, same_secret
 
 MAX_SHOWN_NAME = 64
+MAX_SESSIONS = 16_384
 
 
 class Channel(enum.Enum):
@@ -88,7 +89,13 @@ class SessionBook:
         return self._by_number.get(number)
 
     def open(self, name: str, channel: Channel, route: bytes, now: float, user: str = "") -> Session:
-        """Make a session for a new client; `user` is what the gate called the connection."""
+        """Make a session for a new client; `user` is what the gate called the connection. Raises: Busy for too many."""
+        if len(self._by_id) >= MAX_SESSIONS:
+            raise Busy(
+                f"{len(self._by_id)} sessions are open",
+                limit=f"at most {MAX_SESSIONS}",
+                remedy="end some with GOODBYE (client.close()); one that is silent ends with its lease",
+            )
         # Names go into logs and to other clients: nothing in them may pass for something else.
         shown = "".join(one if one.isprintable() else "?" for one in name[:MAX_SHOWN_NAME])
         session = Session(
@@ -104,6 +111,10 @@ class SessionBook:
         self._by_number[session.number] = session
         self._bind(session, channel, route, user)
         return session
+
+    def bound_to(self, channel: Channel, route: bytes) -> Session | None:
+        """Return the session that a connection has, or None."""
+        return self._by_route.get((channel, route))
 
     def resume(self, session_id: bytes, secret: bytes, channel: Channel, route: bytes, now: float, user: str = "") -> Session | None:
         """Bind a new connection to a session; None if the session is not known here.

@@ -80,12 +80,20 @@ def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arra
     for name, array in (arrays or {}).items():
         packed = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         descriptors.append([name, packed.dtype.str, list(packed.shape)])
-        frames.append(packed.data.cast("B") if packed.size else b"")
+        frames.append(_bytes_of(array, packed) if packed.size else b"")
     try:
         frames[1] = msgpack.packb([fields, descriptors], use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise _encode_error(fields, error) from None
     return frames
+
+
+def _bytes_of(array: np.ndarray, packed: np.ndarray) -> Frame:
+    """Return an array's bytes; the object itself where it is a view of all of one, so that it can be sent without a copy."""
+    base = array.base
+    if isinstance(base, bytes) and len(base) == array.nbytes and array.dtype == packed.dtype:
+        return base
+    return packed.data.cast("B")
 
 
 def read_header(frame: bytes) -> Header:

@@ -79,6 +79,7 @@ class Op(enum.IntEnum):
 
 EndingKind = Literal["stop", "length", "cancelled", "expired", "failed"]
 MAX_LIST = 100_000
+MAX_NAMED_IDS = 16_384
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_MEMBERS = 4096
@@ -583,6 +584,8 @@ _INTS = ArraySpec(("<i4",))
 _MAYBE_INTS = ArraySpec(("<i4",), required=False)
 _REQUEST_IDS = ArraySpec(("|u1",), row=(16,))
 _MAYBE_REQUEST_IDS = ArraySpec(("|u1",), row=(16,), required=False)
+# What a client names in one message, each of which may be answered: as many as a flush or a heartbeat can make it name, and more.
+_NAMED_IDS = ArraySpec(("|u1",), row=(16,), most=MAX_NAMED_IDS)
 _PROMPT = {
     "prompt_ids": _IDS,
     "stop_ids": _MAYBE_IDS,
@@ -605,8 +608,8 @@ ARRAYS: Mapping[Op, Mapping[str, ArraySpec]] = {
     Op.GENERATE_GROUP: {**_PROMPT, "member_ids": ArraySpec(("|u1",), row=(16,), most=MAX_MEMBERS)},
     Op.SUBMIT: _PROMPT,
     Op.ALIVE: {"request_ids": _MAYBE_REQUEST_IDS},
-    Op.ATTACH: {"request_ids": _REQUEST_IDS, "offsets": _LONGS},
-    Op.ACK: {"request_ids": _MAYBE_REQUEST_IDS},
+    Op.ATTACH: {"request_ids": _NAMED_IDS, "offsets": _LONGS},
+    Op.ACK: {"request_ids": ArraySpec(("|u1",), row=(16,), required=False, most=MAX_NAMED_IDS)},
     # Streams of a flush: ids, first offset, number of tokens. Then the tokens of all of them, one after the other; the
     # versions of those as runs. A missing log-probability array is all NaN. `texts` is UTF-8, in the order of the endings.
     Op.DELTAS: {

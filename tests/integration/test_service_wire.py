@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 
@@ -310,3 +311,25 @@ def test_endless_zmtp_garbage_on_the_socket_file_is_shrugged_off(client: Any) ->
             except (BrokenPipeError, ConnectionResetError):
                 continue
     assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
+
+
+def test_a_client_that_asks_and_never_reads_costs_no_memory_for_each_answer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b" " * 2**22)
+    service = fake_service(tmp_path)
+    with service as client:
+        front = psutil.Process(service.pid)
+        context = zmq.Context()
+        greedy = context.socket(zmq.DEALER)
+        # Its own queue must not take what it does not read.
+        greedy.setsockopt(zmq.RCVHWM, 1)
+        greedy.connect(client.address)
+        greedy.send_multipart([bytes(frame) for frame in encode(Op.HELLO, bytes(range(16)), {"name": "greedy"})])
+        assert greedy.poll(5000) and greedy.recv_multipart()
+        before = front.memory_info().rss
+        for number in range(300):
+            greedy.send_multipart([bytes(frame) for frame in encode(Op.TOKENIZER_FILES, number.to_bytes(16, "big"), {})])
+        wait_until(lambda: client.stats()["messages"] > 300)
+        assert len(client.tokenizer_files()["tokenizer.json"]) == 2**22
+        assert front.memory_info().rss - before < 100 * 2**20, "300 answers of 4 MiB wait"
+        greedy.close(linger=0)
+        context.term()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.errors import AccessDenied, NoSession
+from rollout.errors import AccessDenied, Busy, NoSession
 from rollout.service.sessions import Channel, SessionBook
 
 ROUTE, OTHER = b"\0aaaa", b"\0bbbb"
@@ -80,3 +80,12 @@ def test_a_session_is_continued_by_the_principal_that_opened_it_only() -> None:
 
 def test_a_name_cannot_forge_a_line_of_the_log() -> None:
     assert SessionBook(1.0).open("a\nfront ERROR" + "b" * 300, Channel.DATA, ROUTE, 0.0).label == "a?front ERROR" + "b" * 51 + "#1"
+
+
+def test_sessions_are_bounded_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.service.sessions.MAX_SESSIONS", 1)
+    book = SessionBook(1.0)
+    first = book.open("a", Channel.DATA, ROUTE, 0.0)
+    with pytest.raises(Busy, match="GOODBYE"):
+        book.open("b", Channel.DATA, OTHER, 0.0)
+    assert book.bound_to(Channel.DATA, ROUTE) is first and book.bound_to(Channel.DATA, OTHER) is None

@@ -234,3 +234,17 @@ def test_nesting_as_deep_as_the_bytes_allow_is_refused() -> None:
     for opening in (b"\x91", b"\x81\xa1x"):
         with pytest.raises(WireError):
             decode(with_body(opening * 20_000 + b"\xc0"), DATA_REQUESTS)
+
+
+def test_a_client_names_a_bounded_number_of_ids_in_one_message() -> None:
+    ids = np.zeros((16_385, 16), np.uint8)
+    with pytest.raises(WireError, match="at most 16384"):
+        decode(frames_of({}, {"request_ids": ids, "offsets": np.zeros(16_385, np.int64)}, Op.ATTACH), DATA_REQUESTS)
+    with pytest.raises(WireError, match="at most 16384"):
+        decode(frames_of({"seq": 1}, {"request_ids": ids}, Op.ACK), DATA_REQUESTS)
+
+
+def test_an_array_over_bytes_is_sent_as_those_bytes() -> None:
+    content = bytes(100_000)
+    assert encode(Op.TOKENIZER_FILES_RESULT, REQUEST_ID, {"files": []}, {"content": np.frombuffer(content, np.uint8)})[2] is content
+    assert encode(Op.SCORE, REQUEST_ID, {}, {"ids": np.frombuffer(content, np.int32)[1:]})[2] is not content

@@ -1,0 +1,39 @@
+"""What a client may have open at the engine host is bounded, and comes back with every answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.errors import Busy, HostFailed
+from rollout.service.calls import MAX_OPEN_CALLS
+from rollout.service.sessions import Channel
+from rollout.wire.messages import Op
+from rollout.wire.security import new_token
+from tests.unit.rollout.service.request_desk import Desk
+
+
+def score(desk: Desk, session: object = None, ids: int = 4) -> None:
+    owner = desk.session if session is None else session
+    desk.calls.pass_on(owner, Channel.DATA, new_token(), Op.SCORE, {"temperature": 1.0}, {"ids": np.zeros(ids, np.int32)})  # type: ignore[arg-type]
+
+
+def test_a_client_with_too_many_calls_is_refused_and_others_are_not() -> None:
+    desk = Desk()
+    for _ in range(MAX_OPEN_CALLS):
+        score(desk)
+    with pytest.raises(Busy, match="wait for answers"):
+        score(desk)
+    score(desk, desk.sessions.open("other", Channel.DATA, b"\0efgh", 0.0))
+    desk.calls.fail_all(HostFailed("the host died"))
+    assert len(desk.calls) == 0
+    score(desk)
+
+
+def test_a_client_with_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.service.calls.MAX_OPEN_CALL_BYTES", 100)
+    desk = Desk()
+    score(desk, ids=20)
+    with pytest.raises(Busy, match="80 bytes wait"):
+        score(desk, ids=6)
+    score(desk, ids=5)
