@@ -103,7 +103,7 @@ class ChatFormat:
         self.end_of_turn_id = self._find_end_of_turn()
         self.end_of_turn = None if self.end_of_turn_id is None else self.decode([self.end_of_turn_id])
         self.history = _checked_history(history)
-        self.renderer = prove_renderer(self.render) if self.template is not None else None
+        self.renderer = prove_renderer(self.render, self.template) if self.template is not None else None
 
     @classmethod
     def from_folder(cls, folder: str | Path, **options: Any) -> ChatFormat:

@@ -9,10 +9,12 @@ A `Family` is a table of texts; it never looks at a template. `renderer.py` prov
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# How a template renders: messages, tools, with the generation prompt or without.
+Render = Callable[..., str]
 # A piece of rendered text, and whether it came from a message's content (False: the template's own words).
 Piece = tuple[str, bool]
 

@@ -8,15 +8,14 @@ template in full and compares. Invariant: where a renderer answers, the template
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollout.agent.errors import ChatFormatError
-from rollout.agent.families import FAMILIES, Family, Piece
+from rollout.agent.families import FAMILIES, Family, Piece, Render
+from rollout.agent.learned_family import learned_families
 
-# How the template renders: messages, tools, with the generation prompt or without.
-Render = Callable[..., str]
 Messages = Sequence[Mapping[str, Any]]
 
 _NO_TAG = r"(?:(?!</?think>).)*"
@@ -44,6 +43,12 @@ _TOOLS = [
     }
 ]
 _LONG = 40
+# Text that a template looks for in messages; some change what they write where a user says such a word.
+_LOOKED_FOR = re.compile(
+    r"""(?P<quote>['"])(?P<word>(?:(?!(?P=quote)).)+)(?P=quote)\s+(?:not\s+)?in\s"""
+    r"""|(?:startswith|endswith|find|index|count|split|replace|partition)\(\s*(?P<mark>['"])(?P<text>(?:(?!(?P=mark)).)+)(?P=mark)"""
+)
+_MAX_LOOKED_FOR = 48
 
 # What a reply is to a template: without thinking, thinking first and then an answer, or anything else.
 ReplyShape = Literal["plain", "thought", "odd"]
@@ -87,21 +92,43 @@ def shape_of(reply: str, *, thinking_open: bool) -> ReplyShape:
     return "thought" if (_THOUGHT_OPENED if thinking_open else _THOUGHT).fullmatch(reply) else "odd"
 
 
-def prove_renderer(render: Render) -> Renderer | None:
-    """Return the renderer of a template, None if it is of no known family. Of several that agree, that of the most roles."""
-    prompt = _generation_prompt(render)
-    if prompt is None:
+def prove_renderer(render: Render, template: str) -> Renderer | None:
+    """Return the renderer of a template, None if no family agrees. Of several that do, that of the most roles, a written one first."""
+    prompt, words = _generation_prompt(render), _looked_for(template)
+    if prompt is None or len(words) > _MAX_LOOKED_FOR:
         return None
-    proven = [(family, _roles(render, family, prompt)) for family in FAMILIES]
-    family, roles = max(proven, key=lambda one: len(one[1]))
-    mixed = [probe for probe in _MIXED if all(message["role"] in roles for message in probe)]
-    if "user" not in roles or not all(_agrees(render, family, prompt, probe) for probe in mixed):
+    family, roles = _best(render, prompt, FAMILIES)
+    if not roles >= {"user", "tool"}:
+        learned, its_roles = _best(render, prompt, [*learned_families(render)])
+        family, roles = (learned, its_roles) if len(its_roles) > len(roles) else (family, roles)
+    probes = [*_MIXED, *([{"role": role, "content": said}] for role in ("user", "tool") for said in _saying(words))]
+    probes = [probe for probe in probes if all(message["role"] in roles for message in probe)]
+    if "user" not in roles or not all(_agrees(render, family, prompt, probe) for probe in probes):
         return None
     thinking_open = opens_thinking(prompt)
     thought = "hmm\n</think>\n\nThat is 4." if thinking_open else "<think>\nhmm\n</think>\n\nThat is 4."
     keeps_thinking = frozenset(role for role in roles if _stays(render, family, prompt, role, (thought,)))
-    keeps_plain = bool(keeps_thinking) if thinking_open else all(_stays(render, family, prompt, role, _PLAIN) for role in roles)
+    plain = (*_PLAIN, *(said for said in _saying(words) if "think>" not in said))
+    keeps_plain = bool(keeps_thinking) if thinking_open else all(_stays(render, family, prompt, role, plain) for role in roles)
     return Renderer(family=family, generation_prompt=prompt, roles=roles, keeps_plain=keeps_plain, keeps_thinking=keeps_thinking)
+
+
+def _looked_for(template: str) -> list[str]:
+    """Return the texts that a template looks for anywhere, each once."""
+    found = (match.group("word") or match.group("text") for match in _LOOKED_FOR.finditer(template))
+    return [*dict.fromkeys(text.replace("\\n", "\n") for text in found)]
+
+
+def _saying(words: Sequence[str]) -> list[str]:
+    """Return messages that say words: each at both ends, and all that are no thinking tags in the middle."""
+    between = " ".join(word for word in words if "think>" not in word)
+    return [*(f"{word} x {word}" for word in words), *([f"a {between} b"] if between else [])]
+
+
+def _best(render: Render, prompt: str, families: Sequence[Family]) -> tuple[Family, frozenset[str]]:
+    """Return the family that agrees with the template for the most roles, and these."""
+    proven = [(family, _roles(render, family, prompt)) for family in families] or [(FAMILIES[0], frozenset[str]())]
+    return max(proven, key=lambda one: len(one[1]))
 
 
 def _roles(render: Render, family: Family, prompt: str) -> frozenset[str]:
