@@ -135,7 +135,9 @@ def main(arguments: list[str] | None = None, kind: type[Follower] = Follower) ->
     parser.add_argument("--config", required=True, help="JSON file written by rank 0")
     plan = RankPlan.from_json(Path(parser.parse_args(arguments).config).read_text())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Who ends a service asks all of its processes; this one ends with rank 0, which may have work to finish.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
     return kind(plan).run()
 
 

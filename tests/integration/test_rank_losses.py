@@ -6,6 +6,7 @@ engine does with such an error: `test_service_ranks.py`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -219,6 +220,19 @@ def test_ranks_that_nobody_closes_end_with_their_owner(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=30, check=True)
     assert not any(alive(int(pid)) for pid in json.loads(done.stdout).values())
+
+
+def test_ranks_end_with_the_last_reference_to_their_owner_and_not_by_signals_that_ask_rank_0(folder: Path) -> None:
+    peers = Peers(quick_plan(folder))
+    pids = peers.pids
+    peers.wait_for(Phase.RUNNING)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    peers.expect(peers.tell(ops.ReleaseKV()))
+    del peers
+    gc.collect()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 2.0)
 
 
 def test_a_rank_with_other_code_or_another_checkpoint_is_refused_by_name(
