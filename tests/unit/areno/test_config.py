@@ -27,6 +27,12 @@ from areno.config import DeviceLimits, resolve
         ("max_prefill_tokens", 0),
         ("canary_tolerance", float("nan")),
         ("seed", -1),
+        ("tp", 0),
+        ("tp", 65),
+        ("tp", True),
+        ("rank_timeout_s", 0.5),
+        ("rank_timeout_s", float("nan")),
+        ("rank_timeout_s", "30"),
     ],
 )
 def test_an_option_out_of_its_domain_is_refused_by_name(field: str, value: Any) -> None:

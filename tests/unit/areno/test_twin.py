@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from areno import InvalidConfig, InvalidRequest
+from areno.twin import twin_config
 from tests.engine_runs import make_engine, random_prompt, request, run
 from tests.fixtures_models import write_checkpoint
 
@@ -56,3 +58,9 @@ def test_what_a_twin_cannot_have_is_refused_by_name(folder: Path, options: dict[
     with pytest.raises(InvalidConfig, match=field.split("_")[0]) as refusal:
         make_engine(folder, **options).twin(**changes)
     assert refusal.value.field == field and refusal.value.remedy
+
+
+def test_an_engine_of_several_ranks_has_no_twin(folder: Path) -> None:
+    first = make_engine(folder, prefix_cache=False)
+    with pytest.raises(InvalidConfig, match=r"an engine of tp=2 ranks has no twin; .* compare engines with tp=1"):
+        twin_config(replace(first._config, tp=2), first._resolved, {})
