@@ -257,7 +257,8 @@ class Scheduler:
         self._residency.check_integrity(self._live.values())
         seated = {live.seat: live for live in self._live.values() if live.seat != NO_SEAT}
         assert seated == self._by_seat, "seats and live requests differ"
-        running = {int(row): int(seat) for row, seat in enumerate(self._row_seat) if seat != NO_SEAT}
+        rows = np.flatnonzero(self._row_seat != NO_SEAT)
+        running = dict(zip(rows.tolist(), self._row_seat[rows].tolist()))
         assert running == {live.row: live.seat for live in self.rows_expected().values()}, "the row map differs from the running requests"
         queued = [*self._waiting, *self._prefilling, *self._closing, *self.rows_expected().values()]
         assert sorted(map(id, queued)) == sorted(map(id, self._live.values())), "a request is in no queue or in two"

@@ -13,6 +13,7 @@ of eviction or held by a hint.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -324,9 +325,10 @@ class PrefixIndex:
         assert all((node.hints > 0) == (key in self._held_nodes) for key, node in every.items()), "a node's hints are miscounted"
         assert all(leaf.ends_at and id(leaf) in every for leaf in self._leaves.values()), "a lineage ends at a node that was dropped"
         named: Counter[int] = Counter(node.page for node in every.values())
-        for chain in (*self._chains.values(), *self._held_chains.values()):
-            named.update(chain.pages)
-            assert len(chain.pages) == -(-chain.versions.size // self._page_size), "a chain names other pages than its tokens fill"
+        chains = [*self._chains.values(), *self._held_chains.values()]
+        named.update(itertools.chain.from_iterable(chain.pages for chain in chains))
+        whole = all(len(chain.pages) == -(-chain.versions.size // self._page_size) for chain in chains)
+        assert whole, "a chain names other pages than its tokens fill"
         held = self._pool.indexed_pages
         assert named == held, f"index references differ: entries {named}, counted {held}"
         reached: set[int] = set()

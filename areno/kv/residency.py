@@ -8,6 +8,7 @@ page that a row writes has exactly one reference.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -196,8 +197,7 @@ class Residency:
         """Check that pages, rows, seats and slots add up over the live requests. Raises: AssertionError."""
         holders = list(lives)
         expected: Counter[int] = Counter(self.pool.indexed_pages)
-        for live in holders:
-            expected.update(live.pages)
+        expected.update(itertools.chain.from_iterable(live.pages for live in holders))
         self.pool.check_integrity(dict(expected))
         self.prefix.check_integrity()
         self.rows.check_integrity()

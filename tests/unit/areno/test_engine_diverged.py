@@ -12,6 +12,7 @@ import torch
 from areno import Canary, Engine, FinishKind
 from areno.config import SINK_PAGE
 from areno.errors import CanaryMismatch
+from tests.crossed import every_value
 from tests.engine_runs import Recorder, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
 
@@ -33,8 +34,7 @@ def _diverged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, 3e38) if "input_layernorm" in name else tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("path", ["resident", "rebuilt"])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@every_value(path=["resident", "rebuilt"], run_ahead=[0, 2])
 def test_diverged_weights_fail_requests_and_leave_no_nan_behind(llama: Path, path: str, run_ahead: int) -> None:
     good = checkpoint_tensors(llama)
     model = reference_model(llama)
@@ -82,8 +82,7 @@ def _poison(engine: Engine) -> None:
         store.index_fill_(1, pages, float("nan"))
 
 
-@pytest.mark.parametrize("path", ["resident", "rebuilt"])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@every_value(path=["resident", "rebuilt"], run_ahead=[0, 2])
 def test_pages_of_nan_never_reach_an_output(llama: Path, path: str, run_ahead: int) -> None:
     rng = np.random.default_rng(3)
     # A common beginning, so that prefixes are hit and tails copied; rows are preempted where pages are few.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areno import FinishKind
+from tests.crossed import every_pair
 from tests.engine_runs import Output, assert_idle, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import reference_logprobs, reference_model, write_checkpoint
 
@@ -47,10 +48,7 @@ def ample(llama: Path) -> dict[str, dict[int, Output]]:
     return {name: run(make_engine(llama, num_pages=200), _requests(4, 160, **params)) for name, params in PARAMS.items()}
 
 
-@PATHS
-@pytest.mark.parametrize("run_ahead", [0, 2])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("name", PARAMS)
+@every_pair(name=list(PARAMS), path=["resident", "rebuilt"], run_ahead=[0, 2], prefix_cache=[True, False])
 def test_preemption_changes_no_token_number_or_reason(
     llama: Path, ample: dict[str, dict[int, Output]], path: str, run_ahead: int, prefix_cache: bool, name: str
 ) -> None:
@@ -117,9 +115,7 @@ def test_prompt_logprobs_survive_a_restarted_prefill(llama: Path) -> None:
     assert np.abs(score.raw_logprobs - reference_logprobs(reference_model(llama), scored)).max() < 1e-4
 
 
-@PATHS
-@pytest.mark.parametrize("size", [16, 21, 48])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@every_pair(size=[16, 21, 48], path=["resident", "rebuilt"], run_ahead=[0, 2])
 def test_a_group_is_prefilled_once_and_each_member_equals_running_alone(llama: Path, path: str, size: int, run_ahead: int) -> None:
     model = reference_model(llama)
     prompt = random_prompt(np.random.default_rng(size), size, size + 1)
@@ -182,7 +178,7 @@ def test_a_request_alone_is_never_kept_out_by_the_pages_its_own_prefix_matches(l
     assert reference_gap(reference_model(llama), [5, 6, 7, 8, 9], outputs[3]) < 1e-4 and len(outputs[3].ids) == 8
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))])
 def test_small_pools_and_odd_pages_never_stand_still(llama: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 2, 3, 5]))

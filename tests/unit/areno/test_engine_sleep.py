@@ -11,6 +11,7 @@ import torch
 
 from areno import Engine, FinishKind, InvalidRequest
 from areno.errors import Asleep, UpdateBusy
+from tests.crossed import every_pair
 from tests.engine_runs import Recorder, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import checkpoint_tensors, write_checkpoint
 from tests.unit.areno.test_engine_weights import _push
@@ -32,9 +33,7 @@ def weight_bytes(engine: Engine) -> int:
     return sum(storage.untyped_storage().nbytes() for storage in engine._table.live.values())
 
 
-@LEVELS
-@pytest.mark.parametrize("path", ["resident", "rebuilt"])
-@pytest.mark.parametrize("run_ahead", [0, 3])
+@every_pair(level=["kv", "weights"], path=["resident", "rebuilt"], run_ahead=[0, 3])
 def test_requests_that_sleep_over_give_the_same_tokens_once_and_the_references_numbers(
     folder: Path, level: str, path: str, run_ahead: int
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.crossed import every_value
 from tests.engine_runs import generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import reference_logprobs, reference_model, tiny_model, write_checkpoint
 
-PATHS = pytest.mark.parametrize("path", ["resident", "rebuilt"])
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 16
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,8 +39,7 @@ def unwindowed_gap(folder: Path, prompt: np.ndarray, output: Any) -> float:
     return reference_gap(tiny_model(keys["model_type"], num_hidden_layers=keys["num_hidden_layers"]), prompt, output)
 
 
-@PATHS
-@pytest.mark.parametrize("chunk", [7, 64, 512])
+@every_value(chunk=[7, 64, 512], path=["resident", "rebuilt"])
 def test_prompts_and_decode_beyond_the_window_give_transformers_logprobs(folder: Path, model: Any, path: str, chunk: int) -> None:
     rng = np.random.default_rng(chunk)
     prompts = [random_prompt(rng, low, high) for low, high in ((60, 80), (100, 140), (180, 200), (3, WINDOW))]
@@ -52,8 +51,7 @@ def test_prompts_and_decode_beyond_the_window_give_transformers_logprobs(folder:
     assert unwindowed_gap(folder, prompts[0], outputs[0]) > 0.3, "the window must matter, or this test proves nothing"
 
 
-@PATHS
-@pytest.mark.parametrize("size", [60, 64, 65, 160])
+@every_value(size=[60, 64, 65, 160], path=["resident", "rebuilt"])
 def test_a_prefix_hit_continues_inside_the_window(folder: Path, model: Any, path: str, size: int) -> None:
     prompt = random_prompt(np.random.default_rng(size), size, size + 1)
     engine = make_engine(folder, decode_tables=path)
