@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -37,16 +38,16 @@ def tracked_files() -> Iterator[Path]:
     yield from (path for path in (ROOT / ".ci").iterdir() if path.is_file())
 
 
-def texts() -> Iterator[tuple[Path, str]]:
-    for path in tracked_files():
-        if path.suffix in {".py", ".md", ".toml", ".txt", ".json", ".jinja", ""} and path.name != "LICENSE":
-            yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
+@functools.cache
+def texts() -> tuple[tuple[Path, str], ...]:
+    kinds = {".py", ".md", ".toml", ".txt", ".json", ".jinja", ""}
+    paths = (path for path in tracked_files() if path.suffix in kinds and path.name not in ("LICENSE", ".git"))
+    return tuple((path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths)
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for path, text in texts():
-        if path.suffix == ".py":
-            yield path, ast.parse(text, filename=str(path))
+@functools.cache
+def sources() -> tuple[tuple[Path, ast.Module], ...]:
+    return tuple((path, ast.parse(text, filename=str(path))) for path, text in texts() if path.suffix == ".py")
 
 
 def unsafe_uses(tree: ast.Module) -> Iterator[str]:

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
-@pytest.mark.parametrize("choice", [[], ["--greedy"]], ids=["scripted", "greedy"])
+@pytest.mark.parametrize("choice", [[], pytest.param(["--greedy"], marks=pytest.mark.long)], ids=["scripted", "greedy"])
 def test_both_paths_agree_in_every_scenario_and_the_figures_are_there(folder: Path, tmp_path: Path, choice: list[str]) -> None:
     output = tmp_path / "matrix.json"
     given = ["--model", str(folder), "--device", "cpu", "--batches", "4", "--tokens", "5", "--repeats", "2", "--json"]

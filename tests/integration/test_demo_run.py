@@ -97,7 +97,7 @@ def temporary() -> Iterator[Path]:
     [
         (signal.SIGINT, "step 1/"),
         pytest.param(signal.SIGTERM, "step 1/", marks=pytest.mark.long),
-        (signal.SIGINT, "starting the"),
+        pytest.param(signal.SIGINT, "starting the", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_ends_the_run_with_what_it_finished_and_leaves_nothing_behind(

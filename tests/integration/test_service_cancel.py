@@ -223,7 +223,7 @@ def test_paused_requests_stand_still_and_can_still_be_cancelled_or_expire(client
         client.resume()
 
 
-@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize("run_ahead", [3, pytest.param(0, marks=pytest.mark.long)])
 def test_a_cancel_and_a_deadline_just_before_a_pause_end_during_it(tmp_path: Path, run_ahead: int) -> None:
     """The host is held still while cancel and pause are sent, so that it reads both before its next step."""
     folder = write_checkpoint(tmp_path / "model", "llama")
@@ -233,7 +233,7 @@ def test_a_cancel_and_a_deadline_just_before_a_pause_end_during_it(tmp_path: Pat
         [host] = psutil.Process(service.pid).children()
         name = b"r" * 16
         running = pool.submit(client.generate, [5, 6, 7], max_new_tokens=400, ignore_eos=True, request_id=name)
-        expiring = pool.submit(client.generate, [5, 6, 8], max_new_tokens=400, ignore_eos=True, deadline_s=3.0)
+        expiring = pool.submit(client.generate, [5, 6, 8], max_new_tokens=400, ignore_eos=True, deadline_s=1.5)
         wait_until(lambda: client.stats()["tokens"] > 5)
         host.suspend()
         cancelling = pool.submit(client.cancel, name)

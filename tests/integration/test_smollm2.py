@@ -65,7 +65,7 @@ def test_the_folder_is_a_tied_llama_with_a_whole_vocabulary_and_its_template(fol
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
 
 
-@pytest.mark.parametrize("decode_tables", ["resident", "rebuilt"])
+@pytest.mark.parametrize("decode_tables", ["resident", pytest.param("rebuilt", marks=pytest.mark.long)])
 def test_the_greedy_answer_is_transformers_own_and_so_are_its_logprobs(
     decode_tables: str, folder: Path, reference: Any, prompt: np.ndarray, greedy_ids: list[int]
 ) -> None:
@@ -92,8 +92,8 @@ def test_the_answer_makes_sense(folder: Path, greedy_ids: list[int], prompt: np.
 
 @pytest.fixture(scope="module")
 def played(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[EpisodeResult], int]]:
-    """Two episodes of one question over the real service, both at once, and the length of their opening."""
-    options = Options(episodes=2, questions=1)
+    """An episode of one question over the real service, and the length of its opening."""
+    options = Options(episodes=1, questions=1)
     with rollout.local(str(folder), dtype="float32", threads=1, max_rows=4, state_dir=str(tmp_path_factory.mktemp("state"))) as client:
         classroom = Classroom(client, options)
         yield classroom.play(classroom.tasks(), temperature=TEMPERATURE), classroom.environment().num_opening
@@ -106,7 +106,7 @@ def test_episodes_call_the_tool_in_the_form_they_were_shown(played: tuple[list[E
     said = [message["content"] for result in results for message in result.messages[num_opening:] if message["role"] == "assistant"]
     assert any(text.startswith(tool_call("")[:-24]) for text in said)
     figures = Figures.of(results, 1.0)
-    assert figures.turns == len(said) >= 3 and figures.tokens == figures.tokens_per_s
+    assert figures.turns == len(said) >= 2 and figures.tokens == figures.tokens_per_s
     assert figures.cached_share > 0.5
 
 

@@ -260,7 +260,7 @@ def pushed(push: WeightPush) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("transport", "stop_at"), [("memory", 7), ("frames", 1), ("group", 3)])
+@pytest.mark.parametrize(("transport", "stop_at"), [("memory", 7), ("group", 3), pytest.param("frames", 1, marks=pytest.mark.long)])
 def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
     service: rollout.LocalService, client: Any, trained: Path, transport: str, stop_at: int
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
     assert not list(SHARED_FOLDER.glob(f"{PREFIX}{killed.pid}-*")), "the next trainer removes what a dead one left"
 
 
-@pytest.mark.parametrize("transport", ["memory", "group"])
+@pytest.mark.parametrize("transport", ["memory", pytest.param("group", marks=pytest.mark.long)])
 def test_a_trainer_that_stands_still_for_less_than_its_lease_goes_on(
     service: rollout.LocalService, client: Any, trained: Path, transport: str
 ) -> None:

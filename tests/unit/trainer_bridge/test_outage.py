@@ -50,13 +50,13 @@ def test_an_outage_costs_no_attempt_and_the_safe_point_can_end_it(kind: type[Exc
     def push() -> None:
         nonlocal calls
         calls += 1
-        if calls == 20:
+        if calls == 8:
             service.error = None
 
     with make_source(service, max_attempts=1, safe_point=push) as source:
         groups = source.next(4)
     assert [(group.index, group.attempt) for group in groups] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert calls >= 20 and len(service.attempts) > 8
+    assert calls >= 8 and len(service.attempts) > 8
 
 
 def test_the_safe_point_is_called_while_an_async_next_waits() -> None:

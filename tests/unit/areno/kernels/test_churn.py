@@ -95,7 +95,7 @@ def _fields(row: int, generation: int, rng: np.random.Generator, held: set[int])
     }
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_rows_live_on_the_kernels_as_on_the_tables(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)

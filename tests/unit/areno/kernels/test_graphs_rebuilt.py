@@ -32,6 +32,7 @@ from areno.sampling.kept import MAX_KEPT
 from areno.sampling.penalties import SlotTables
 from areno.sampling.sampler import Sampler
 from areno.sampling.variant import Variant
+from tests.crossed import every_value
 from tests.unit.areno.kernels import sampling_cases as cases
 
 ROWS, VOCAB, PAGES, PAGE_SIZE, HIDDEN = 18, 40, 20, 4, 8
@@ -285,8 +286,7 @@ def test_rows_sent_anew_for_each_step_give_the_bits_of_resident_rows_on_the_kern
     assert LaneStatus.TOKEN in _live(VARIANTS[name], DecodeSteps, buckets, seed=3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", VARIANTS)
+@every_value(seed=range(3), name=list(VARIANTS))
 def test_rows_sent_anew_for_each_step_give_the_bits_of_resident_rows_over_many_turns(name: str, seed: int) -> None:
     buckets = np.random.default_rng(seed).choice([1, 2, 4, 16, ROWS], size=60).tolist()
     assert _live(VARIANTS[name], TorchSteps, buckets, seed=seed) == set(LaneStatus)

@@ -17,6 +17,7 @@ from areno.kernels.linear import (
     row_class,
     shape_class,
 )
+from tests.crossed import every_pair
 
 EPS = 1e-6
 ROWS = [RowTiles(16, 32), RowTiles(16, 16, warps_k=2), RowTiles(32, 16, split=3), RowTiles(16, 16, warps_k=2, split=2)]
@@ -40,10 +41,9 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert (out.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("rows", "tiles"), CASES)
-@pytest.mark.parametrize(("num_out", "in_size"), [(16, 96), (21, 80)])
-def test_product_with_norm_and_bias_equals_fp64(num_out, in_size, rows, tiles, norm):
+@every_pair(shape=[(16, 96), (21, 80)], case=CASES, norm=[True, False])
+def test_product_with_norm_and_bias_equals_fp64(shape, case, norm):
+    (num_out, in_size), (rows, tiles) = shape, case
     x, weight, bias = draw(rows, in_size), draw(num_out, in_size, seed=1), draw(num_out, seed=2)
     norm_weight = draw(in_size, seed=3) if norm else None
     out = torch.full((rows + 1, num_out + 3), torch.nan)

@@ -13,14 +13,14 @@ from areno.kernels.rope_kv import rope_kv
 from areno.layers.norm import RMSNorm
 from areno.layers.rope import Rope
 from areno.layers.rotary import RotaryAngles, RotaryTable
+from tests.crossed import every_pair
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "heads_first"), [(4, 2, 16, False), (9, 3, 32, True), (7, 1, 64, False)])
-def test_rope_kv_equals_the_layers(heads: int, kv_heads: int, dim: int, heads_first: bool, norm: bool, dtype: torch.dtype) -> None:
+@every_pair(shape=[(4, 2, 16, False), (9, 3, 32, True), (7, 1, 64, False)], norm=[True, False], dtype=[torch.float32, torch.float16])
+def test_rope_kv_equals_the_layers(shape: tuple[int, int, int, bool], norm: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, heads_first = shape
     draw = torch.Generator().manual_seed(heads)
     tokens, page, pages = 5, 4, 6
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=draw).to(dtype)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout.agent import ChatFormat
 from rollout.agent.conversation import Conversation
 from rollout.agent.errors import UntrustedControlToken
+from tests.crossed import every_pair
 from tests.unit.rollout.agent.byte_tokenizer import ADDED, CHATML, LLAMA, SMOL, SPECIAL, THINKING, control_id, files
 
 TEMPLATES = {"chatml": CHATML, "smol": SMOL, "llama": LLAMA, "thinking": THINKING}
@@ -58,9 +59,7 @@ def messages_that_spell(control: str, pieces: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("role", ["user", "tool", "stranger"])
-@pytest.mark.parametrize("pieces", [2, 3])
+@every_pair(name=list(TEMPLATES), role=["user", "tool", "stranger"], pieces=[2, 3])
 def test_a_control_text_split_over_untrusted_strings_stays_text(name: str, role: str, pieces: int) -> None:
     chat = ChatFormat(files(joining(name)))
     clean = controls_of(chat.prompt_ids([{"role": "user", "content": "go"}, {"role": role, "content": "x"}]))
