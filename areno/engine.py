@@ -353,6 +353,13 @@ class Engine:
             self._open_update().stage(name, tensor)
             self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
 
+    def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
+        """Return where a slice is staged, for a caller that reads it there and gives it to `stage_slice`; None where that cannot be.
+
+        Raises: as `stage`.
+        """
+        return self._open_update().slice_memory(name, start=start, count=count, spec=spec)
+
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
         with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
@@ -416,6 +423,7 @@ class Engine:
             canary_mean_gap=gaps.mean,
             decode_canary_gap=gaps.decode,
             inspect_s=update.inspect_s,
+            derive_s=update.derive_s,
             warning=None if counts.changed_tensors else "no tensor differs from the previous version",
         )
 

@@ -108,6 +108,7 @@ class FakeReport:
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
     inspect_s: float = 0.0
+    derive_s: float = 0.0
     warning: str | None = None
 
 
@@ -308,6 +309,9 @@ class FakeEngine:
         if name not in TENSORS or tuple(tensor.shape) != TENSORS[name][1]:
             raise ManifestMismatch(f"tensor {name} of shape {tuple(tensor.shape)}", field=name, remedy="bring the model's tensors")
         self._staged[name] = tensor.numpy().copy()
+
+    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> None:
+        """Give no memory: slices are looked at as they come."""
 
     def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
         """Take a part of a tensor; it counts as staged from the first one on."""

@@ -7,13 +7,12 @@ update.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.nn import functional
 
 from areno.layers.linear import PackedWeight
 from areno.parallel import TPGroup
+from areno.weights.derived import DerivedCopy
 from areno.weights.names import ParameterTable
 
 
@@ -44,22 +43,17 @@ class Head:
 
     def __init__(self, table: ParameterTable, weight: torch.Tensor, *, pack: bool = False):
         self.weight = weight
-        self._packed = PackedWeight(table, "lm_head", weight) if pack and PackedWeight.is_possible(table) else None
-        self._copy: torch.Tensor | None = None
+        self._packed = PackedWeight(table, weight) if pack and PackedWeight.is_possible(table) else None
+        self._copy: DerivedCopy | None = None
         if weight.dtype != torch.float32 and weight.device.type == "cpu":
-            self._copy = torch.full(weight.shape, math.nan, dtype=torch.float32)
-            table.register_derived("lm_head.float32", self._refresh)
-
-    def _refresh(self) -> None:
-        assert self._copy is not None, "only a head with an fp32 copy registers its refresh"
-        self._copy.copy_(self.weight)
+            self._copy = table.derive(weight, torch.Tensor.float)
 
     def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Return logits [S, V] in fp32."""
         if self._packed is not None:
             return self._packed(hidden_SH, None)
         if self._copy is not None:
-            return functional.linear(hidden_SH.float(), self._copy)
+            return functional.linear(hidden_SH.float(), self._copy.current)
         if self.weight.dtype == torch.float32:
             return functional.linear(hidden_SH, self.weight)
         return torch.mm(hidden_SH, self.weight.t(), out_dtype=torch.float32)

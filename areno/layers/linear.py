@@ -21,17 +21,15 @@ from areno.weights.shards import TensorShard
 
 
 class PackedWeight:
-    """A copy of a weight in the layout that oneDNN multiplies fastest, made anew whenever the table rebuilds what derives.
+    """A copy of a weight in the layout that oneDNN multiplies fastest; the table keeps it up to date.
 
     Its products give a row the same bits at any number of rows (a test holds it to that).
     """
 
-    __slots__ = ("_packed", "_weight")
+    __slots__ = ("_packed",)
 
-    def __init__(self, table: ParameterTable, name: str, weight: torch.Tensor) -> None:
-        self._weight = weight
-        self._packed = weight
-        table.register_derived(f"{name}.packed", self._rebuild)
+    def __init__(self, table: ParameterTable, weight: torch.Tensor) -> None:
+        self._packed = table.derive(weight, torch.ops.mkldnn._reorder_linear_weight)
 
     @staticmethod
     def is_possible(table: ParameterTable) -> bool:
@@ -39,13 +37,9 @@ class PackedWeight:
         on_cpu = table.device.type == "cpu" and torch.backends.mkldnn.is_available()
         return on_cpu and table.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-    def _rebuild(self) -> None:
-        with torch.inference_mode(False):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
-
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Project. Shapes: x [T, in] -> [T, out]."""
-        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed.current, bias, "none", [], "")
         return projected
 
 
@@ -143,7 +137,7 @@ def allocate_linear(
     if pack and SidewaysWeight.is_possible(table, out_size, columns.size):
         packed = SidewaysWeight(tensors["weight"])
     elif pack and PackedWeight.is_possible(table):
-        packed = PackedWeight(table, f"{module}.{name}", tensors["weight"])
+        packed = PackedWeight(table, tensors["weight"])
     return Linear(tensors["weight"], tensors["weight"].t(), tensors.get("bias"), packed)
 
 

@@ -13,11 +13,12 @@ import itertools
 import math
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
+from areno.weights.derived import DerivedCopy, Make
 from areno.weights.shards import TensorShard
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -123,7 +124,22 @@ class ParameterTable:
     write, between forwards.
     """
 
-    __slots__ = ("_addresses", "_derived", "_parts", "_pinned", "_twin", "device", "dtype", "live", "shards", "stages_on", "tied", "views")
+    __slots__ = (
+        "_addresses",
+        "_copies",
+        "_derived",
+        "_parts",
+        "_pinned",
+        "_storages",
+        "_twin",
+        "device",
+        "dtype",
+        "live",
+        "shards",
+        "stages_on",
+        "tied",
+        "views",
+    )
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, pinned: bool = False):
         self._pinned = pinned
@@ -135,8 +151,11 @@ class ParameterTable:
         self.shards: dict[str, TensorShard] = {}
         self.tied: dict[str, str] = {}
         self._derived: dict[str, Callable[[], None]] = {}
+        # By the name of the storage that they are made of.
+        self._copies: dict[str, list[DerivedCopy]] = {}
         self._addresses: dict[str, int] = {}
         self._parts: dict[str, dict[str, int]] = {}
+        self._storages: dict[str, str] = {}
         self._twin: ParameterTable | None = None
 
     def allocate(
@@ -163,6 +182,7 @@ class ParameterTable:
         self.live[name] = storage
         self._addresses[name] = storage.data_ptr()
         self._parts[name] = parts
+        self._storages.update(dict.fromkeys(parts, name))
         return storage
 
     def tie(self, name: str, target: str) -> None:
@@ -231,8 +251,33 @@ class ParameterTable:
         assert name not in self._derived, f"derived tensor {name} is registered twice"
         self._derived[name] = rebuild
 
+    def derive(self, storage: torch.Tensor, make: Make) -> DerivedCopy:
+        """Return a copy of live `storage` that is made anew whenever derived tensors are rebuilt."""
+        [name] = [name for name, live in self.live.items() if live is storage]
+        copy = DerivedCopy(storage, make)
+        self._copies.setdefault(name, []).append(copy)
+        return copy
+
     def rebuild_derived(self) -> None:
         """Recompute every derived tensor; call it after the weights changed and before the next forward."""
+        for copy in itertools.chain.from_iterable(self._copies.values()):
+            copy.rebuild()
+        self.rebuild_small()
+
+    def storage_of(self, name: str) -> str:
+        """Return the storage that a tensor lies in."""
+        return self._storages[name]
+
+    def parts_of(self, storage: str) -> Set[str]:
+        """Return the tensors that lie in a storage."""
+        return self._parts[storage].keys()
+
+    def copies_of(self, storage: str) -> Sequence[DerivedCopy]:
+        """Return the derived copies of a storage."""
+        return self._copies.get(storage, ())
+
+    def rebuild_small(self) -> None:
+        """Recompute what derives from the weights by hooks and is no copy of a storage."""
         for rebuild in self._derived.values():
             rebuild()
 

@@ -22,6 +22,10 @@ class SliceLedger:
         """Drop a tensor's runs: it came whole, or has to come again."""
         self._runs.pop(name, None)
 
+    def drop(self, name: str, start: int) -> None:
+        """Drop a run that is about to be written anew."""
+        self._runs.get(name, {}).pop(start, None)
+
     def check(self, name: str, start: int, count: int) -> None:
         """Check that a run is new or one that was there. Raises: ManifestMismatch."""
         runs = self._runs.get(name, {})

@@ -30,6 +30,7 @@ import torch
 from areno.errors import DigestMismatch, EngineFailure, InvalidRequest, ManifestMismatch
 from areno.parallel import TPGroup
 from areno.request import MAX_TEMPERATURE, MIN_TEMPERATURE
+from areno.weights.derived import DerivedCopy
 from areno.weights.digest import MASK64, bits_of, digest, digest_part, digest_rows, digest_slice, signed
 from areno.weights.manifest import OLD_SERVE_ON, SOURCE_NAMES, check_manifest, mismatch
 from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite, list_names, nearest_name
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from areno.kernels.weights import Exchange
 
 _SCRATCH_BYTES = 16 << 20
+# On the host it stays in the cache, so that a swap reads and writes live and staged memory once each.
+_HOST_SCRATCH_BYTES = 1 << 19
 _LOOK_BYTES = 1 << 30
 """Staged bytes that one look on a device waits for, so that its launches are few and a commit finds little left to do."""
 
@@ -88,7 +91,8 @@ class UpdateReport:
     """What a committed update did. Units: names say them; gaps are in nats, None without canaries.
 
     `staging_s` runs from begin to verification; `inspect_s` is how much of it went into proving staged tensors on the host (digest,
-    finiteness, what changed); `pause_ms` is all the time in which no row could decode.
+    finiteness, what changed), `derive_s` into copies of them in the layout that is multiplied; `pause_ms` is all the time in which
+    no row could decode.
     """
 
     version: int
@@ -104,6 +108,7 @@ class UpdateReport:
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
     inspect_s: float = 0.0
+    derive_s: float = 0.0
     warning: str | None = None
 
 
@@ -138,6 +143,7 @@ class WeightUpdate:
         "_looks",
         "_manifest",
         "_opened_at",
+        "_prepared",
         "_scratch",
         "_slices",
         "_sources",
@@ -147,6 +153,7 @@ class WeightUpdate:
         "_tied",
         "_unknown",
         "counts",
+        "derive_s",
         "inspect_s",
         "partial",
         "staging_s",
@@ -186,6 +193,8 @@ class WeightUpdate:
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scratch: torch.Tensor | None = None
         self._exchange: Exchange | None = None
+        # Derived copies of the staged weights by storage; after a swap, of those that were live.
+        self._prepared: dict[str, list[tuple[DerivedCopy, torch.Tensor]]] = {}
         self._opened_at = time.monotonic()
         self.version = version
         self.partial = partial
@@ -193,6 +202,7 @@ class WeightUpdate:
         self.counts: UpdateCounts | None = None
         self.staging_s = math.nan
         self.inspect_s = 0.0
+        self.derive_s = 0.0
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor, cast to the serving dtype. The same name again overwrites.
@@ -220,8 +230,7 @@ class WeightUpdate:
             if shard is None:
                 raise _offered_twice(canonical, earlier, name)
             self._conflicts.add(canonical)
-        self._sources.pop(canonical, None)
-        self._facts.pop(canonical, None)
+        self._take_back(canonical)
         with self._beside_decode([tensor], complete=not tensor.is_cuda):
             target.copy_(part)
         if self._stream is None:
@@ -234,6 +243,7 @@ class WeightUpdate:
         else:
             self._unknown[canonical] = target.nbytes
         self._sources[canonical] = name
+        self._derive(canonical)
         self._look(at_least=_LOOK_BYTES)
 
     @contextlib.contextmanager
@@ -249,6 +259,24 @@ class WeightUpdate:
                 source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+
+    def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
+        """Return where elements `start` to `start` + `count` of a tensor are staged, to be filled and then given to `stage_slice`.
+
+        What was there counts as not staged. None where the values have to be looked at first: cast, cut, compared, or on a device.
+        Raises: as `stage_slice`.
+        """
+        canonical, size = canonical_name(name), math.prod(spec.shape)
+        self._check_offer(name, canonical, spec)
+        fits = 0 <= start <= size - count and self._sources.get(canonical, name) == name
+        looked_at = canonical in self._table.tied or canonical in self._table.shards
+        if self._stream is not None or looked_at or spec.dtype != dtype_name(self._table.dtype) or not fits:
+            return None
+        self._slices.check(canonical, start, count)
+        self._slices.drop(canonical, start)
+        self._take_back(canonical)
+        self.state = UpdateState.OPEN
+        return self._staged.views[canonical].view(-1)[start : start + count]
 
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
@@ -271,8 +299,7 @@ class WeightUpdate:
         earlier = self._sources.get(canonical, name)
         if earlier != name:
             raise mismatch(f"tensor {canonical} was offered twice, as {earlier} and as {name}", name, "send each tensor under one name")
-        self._sources.pop(canonical, None)
-        self._facts.pop(canonical, None)
+        self._take_back(canonical)
         self._unknown.pop(canonical, None)
         self._tied.pop(canonical, None)
         if canonical in self._table.tied:
@@ -292,6 +319,38 @@ class WeightUpdate:
             self._unknown[canonical] = self._staged.views[canonical].nbytes
         else:
             self._facts[canonical] = self._slices.facts(canonical)
+        self._derive(canonical)
+
+    def _take_back(self, name: str) -> None:
+        """Forget a tensor that comes again."""
+        self._sources.pop(name, None)
+        self._facts.pop(name, None)
+        if name in self._table.views:
+            self._prepared.pop(self._table.storage_of(name), None)
+
+    def _derive(self, name: str) -> None:
+        """Make the copies of a storage that tensor `name` made whole: beside decode, not in the pause."""
+        storage = self._table.storage_of(name)
+        if self._sources.keys() >= self._table.parts_of(storage):
+            self._make_copies(storage)
+
+    def _make_copies(self, storage: str) -> None:
+        copies, started = self._table.copies_of(storage), time.perf_counter()
+        if copies:
+            self._prepared[storage] = [(copy, copy.made_of(self._staged.live[storage])) for copy in copies]
+            self.derive_s += time.perf_counter() - started
+
+    def _derive_rest(self) -> None:
+        """Make the copies of storages that a partial update brought in part: the rest of them holds the live values."""
+        for storage in {self._table.storage_of(name) for name in self._sources} - self._prepared.keys():
+            if self._table.copies_of(storage):
+                for name in self._table.parts_of(storage) - self._sources.keys():
+                    self._staged.views[name].copy_(self._table.views[name])
+                self._make_copies(storage)
+
+    def _exchange_copies(self) -> None:
+        for storage, prepared in self._prepared.items():
+            self._prepared[storage] = [(copy, copy.exchange(other)) for copy, other in prepared]
 
     def _stage_run(self, name: str, shard: TensorShard | None, values: torch.Tensor, start: int) -> StagedFacts | None:
         """Copy what is this rank's of a run of elements; return what the host learns of it, None on a device."""
@@ -307,7 +366,9 @@ class WeightUpdate:
                     target.copy_(source, non_blocking=True)
             return None
         for target, source in copies:
-            target.copy_(source)
+            # Values that were read into staging are there already.
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
         started = time.perf_counter()
         parts = [inspect_rows(one.of_shard(staged), one.of_shard(live), one.index, one.stride) for one in overlaps]
         self.inspect_s += time.perf_counter() - started
@@ -381,12 +442,14 @@ class WeightUpdate:
         if digests is not None:
             self._check_digests(digests)
         self.counts = self._count()
+        self._derive_rest()
         if self._staged.device.type == "cuda":
             from areno.kernels.weights import Exchange
 
             self._exchange = Exchange([(self._table.views[name], self._staged.views[name]) for name in self._sources])
         else:
-            elements = min(_SCRATCH_BYTES // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
+            num_bytes = _HOST_SCRATCH_BYTES if self._table.device.type == "cpu" else _SCRATCH_BYTES
+            elements = min(num_bytes // self._table.dtype.itemsize, max(self._table.views[name].numel() for name in self._sources))
             with torch.inference_mode(False):
                 self._scratch = torch.empty(elements, dtype=self._table.dtype, device=self._table.device)
         self.state = UpdateState.VERIFIED
@@ -508,7 +571,8 @@ class WeightUpdate:
             self._exchange.run()
         else:
             self._swap_through_scratch()
-        self._table.rebuild_derived()
+        self._exchange_copies()
+        self._table.rebuild_small()
         if self._stream is not None:
             torch.cuda.current_stream(self._table.device).synchronize()
         self.state = UpdateState.VERIFIED if self.state is UpdateState.SWAPPED else UpdateState.SWAPPED

@@ -253,6 +253,7 @@ class UpdateReport:
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
     inspect_s: float = 0.0
+    derive_s: float = 0.0
     warning: str | None = None
 
 

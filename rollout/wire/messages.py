@@ -395,6 +395,7 @@ class WeightsReport(Message):
     canary_mean_gap: float | None = None
     decode_canary_gap: float | None = None
     inspect_s: float = 0.0
+    derive_s: float = 0.0
     warning: Text | None = None
 
 

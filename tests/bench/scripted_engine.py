@@ -369,6 +369,9 @@ class ScriptedEngine:
         """Take one tensor."""
         self._weights.stage(name, tensor)
 
+    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> None:
+        """Give no memory: slices are looked at as they come."""
+
     def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
         """Take a part of a tensor."""
         self._weights.stage_slice(name, values, start=start, spec=spec)

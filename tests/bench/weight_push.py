@@ -1,8 +1,8 @@
 """What a weight update costs, beside a plain copy of the same bytes in the same run.
 
 Timed: `staging_s` from the first tensor handed to a transport until the service has answered the last bucket; the tensors are
-cast, checked and fingerprinted before. `inspect_s` is what the service took of that time to prove staged tensors, and
-`ratio_to_copy` leaves it out. `copy_s`: the same tensors copied by one thread into memory (on a card: within the card,
+cast, checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the service took of that time to prove staged
+tensors, `derive_s` to put them into the layout that it multiplies, and `ratio_to_copy` leaves both out. `copy_s`: the same tensors copied by one thread into memory (on a card: within the card,
 and from pinned host memory as `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N
 requests decode meanwhile and `decode_cost_ms` is how much longer their tokens took than without an update. Not timed: start of
 the processes and one first update of each transport. Copies and updates alternate; figures are medians.
@@ -110,7 +110,7 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         runs.append(update(client, transport, tensors, digests))
     del places
     copy_s, staging_s = statistics.median(copies), statistics.median(run[0] for run in runs)
-    inspect_s = statistics.median(run[1].inspect_s for run in runs)
+    inspect_s, derive_s = (statistics.median(getattr(run[1], figure) for run in runs) for figure in ("inspect_s", "derive_s"))
     row: dict[str, Any] = {
         "model": options.model,
         "transport": name,
@@ -121,10 +121,12 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         "staging_s": staging_s,
         "staging_gb_per_s": num_bytes / staging_s / 1e9,
         "inspect_s": inspect_s,
+        "derive_s": derive_s,
         # On a card the proof runs beside the staging and not within it.
-        "ratio_to_copy": (staging_s - inspect_s * (device.type == "cpu")) / copy_s,
+        "ratio_to_copy": (staging_s - (inspect_s + derive_s) * (device.type == "cpu")) / copy_s,
         **{figure: statistics.median(getattr(run[1], figure) for run in runs) for figure in ("swap_ms", "proof_ms", "pause_ms")},
     }
+    row["pause_beside_swap_ms"] = statistics.median(run[1].pause_ms - run[1].swap_ms for run in runs)
     if device.type == "cuda":
         row["bus_copy_s"] = bus_copy(tensors, device)
         row["share_of_bus_rate"] = row["bus_copy_s"] / staging_s
@@ -179,8 +181,10 @@ def main() -> None:
         served["gpu_memory_fraction"] = 0.5  # the trainer's weights and their copy lie on the same card
     with rollout.local(str(folder), start_timeout_s=300.0, timeout_s=300.0, **served) as client:
         tensors = random_weights(folder, DTYPES[client.info().engine.dtype], device)
+        started = time.perf_counter()
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
-        rows = [measure(client, name, tensors, digests, options) for name in options.transports]
+        rate = sum(tensor.nbytes for tensor in tensors.values()) / (time.perf_counter() - started) / 1e9
+        rows = [measure(client, name, tensors, digests, options) | {"digest_gb_per_s": rate} for name in options.transports]
     publish("weight_push", {"repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, **served}, rows, options)
 
 

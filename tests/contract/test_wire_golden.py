@@ -121,6 +121,20 @@ def test_a_busy_error_has_these_bytes() -> None:
     assert isinstance(again, Busy) and again.retry_after_s == 0.5
 
 
+def test_what_an_update_did_has_these_bytes() -> None:
+    counts = {"version": 3, "num_tensors": 2, "num_bytes": 192, "changed_tensors": 1, "changed_bytes": 128}
+    times = {"staging_s": 0.5, "swap_ms": 1.5, "proof_ms": 2.5, "pause_ms": 4.5, "inspect_s": 0.25, "derive_s": 0.125}
+    frames = encode(Op.WEIGHTS_REPORT, REQUEST_ID, counts | times)
+    assert _hex(frames) == [
+        "01003600000102030405060708090a0b0c0d0e0f",
+        (
+            "928ba776657273696f6e03ab6e756d5f74656e736f727302a96e756d5f6279746573ccc0af6368616e6765645f74656e736f727301ad6368616e6765"
+            "645f6279746573cc80a973746167696e675f73cb3fe0000000000000a7737761705f6d73cb3ff8000000000000a870726f6f665f6d73cb4004000000"
+            "000000a870617573655f6d73cb4012000000000000a9696e73706563745f73cb3fd0000000000000a86465726976655f73cb3fc000000000000090"
+        ),
+    ]
+
+
 def test_a_generation_has_these_bytes() -> None:
     fields = {"max_new_tokens": 4, "temperature": 0.5}
     frames = encode(Op.GENERATE, REQUEST_ID, fields, {"prompt_ids": np.array([1, 258], np.int32)})

@@ -351,6 +351,7 @@ class WeightPush:
             canary_mean_gap=outcome.canary_mean_gap,
             decode_canary_gap=outcome.decode_canary_gap,
             inspect_s=outcome.inspect_s,
+            derive_s=outcome.derive_s,
             warning=unchanged or outcome.warning,
         )
 

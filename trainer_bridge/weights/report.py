@@ -14,7 +14,8 @@ class PushReport:
     `transport` carried the bytes, `transport_reason` says why that one. `canary_gap` is the largest |trainer - service|
     log-probability over the canaries, None without any. `prepare_s`: gathering, casts, finiteness, digests and the trainer's own
     canaries; `staging_s`: the rest until all is staged, the copies among it; `inspect_s`: what the service took meanwhile to prove
-    staged tensors; `proof_ms`: what it took for that in the commit, its scoring included.
+    staged tensors, `derive_s`: to put them into the layout that it multiplies; `proof_ms`: what it took to prove them in the
+    commit, its scoring included.
     """
 
     version: int
@@ -35,6 +36,7 @@ class PushReport:
     canary_mean_gap: float | None
     decode_canary_gap: float | None
     inspect_s: float
+    derive_s: float
     warning: str | None
 
     def __str__(self) -> str:

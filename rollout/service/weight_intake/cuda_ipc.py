@@ -147,7 +147,7 @@ class CudaSource:
         while self._handle.event is not None and not self._imports.passed(self._handle.event):
             yield True
 
-    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
         """Return elements of a piece, where they are."""
         import torch
 

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from rollout.service.weight_intake.files import HASH_PIECE_BYTES
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, refused
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, bytes_of, refused
 from rollout.wire.weight_handles import TensorPiece, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ class FramesSource:
         if digest.hexdigest() != self._xxh3:
             raise refused(self._bucket, f"its XXH3 is {digest.hexdigest()}", f"{self._xxh3} was announced")
 
-    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:
-        """Return elements of a piece, in the bounce buffer."""
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
+        """Return elements of a piece, in `into` or the bounce buffer."""
         item = ITEM_BYTES[piece.dtype]
         at = piece.offset + first * item
-        self._bounce.buffer[: count * item] = self._content[at : at + count * item].data
-        return self._bounce.view(piece.dtype, count)
+        values = self._bounce.elements(piece.dtype, count) if into is None else into
+        bytes_of(values)[:] = self._content[at : at + count * item].data
+        return values
 
     def finish(self) -> None:
         """Nothing is left to check."""

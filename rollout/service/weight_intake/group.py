@@ -178,7 +178,7 @@ class GroupSource:
         if self._body.size:
             yield from self._link.receive(self._body.bucket, self._body.size)
 
-    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
         """Return elements of a piece, in the buffer."""
         return self._link.values(piece.dtype, piece.offset + first * ITEM_BYTES[piece.dtype], count)
 

@@ -26,14 +26,18 @@ Steps = Generator[bool, None, None]
 
 
 class SliceEngine(Protocol):
-    """What takes slices; on a device it may copy them later, at the latest in `settle_slices`."""
+    """What takes slices, in memory of its own if it gives some; on a device it may copy them later, at the latest in `settle_slices`."""
 
+    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> torch.Tensor | None: ...
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
     def settle_slices(self) -> None: ...
 
 
 class BucketSource(Protocol):
-    """Where a bucket's bytes are; `slice_bytes` is the most that it gives at once. Values are readable until the next call, or `stays`."""
+    """Where a bucket's bytes are; `slice_bytes` is the most that it gives at once.
+
+    `values` are readable until the next call, or `stays`; a source that copies them anyway does so into the memory that it is given.
+    """
 
     slice_bytes: int
 
@@ -41,7 +45,7 @@ class BucketSource(Protocol):
     def stays(self) -> bool: ...
 
     def prepare(self) -> Steps: ...
-    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor: ...
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...
 
@@ -91,7 +95,9 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
         step = max(1, source.slice_bytes // item)
         for first in range(0, piece.count, step):
             count = min(step, piece.count - first)
-            engine.stage_slice(piece.name, source.values(piece, first, count), start=piece.start + first, spec=spec)
+            start = piece.start + first
+            memory = engine.slice_memory(piece.name, start=start, count=count, spec=spec)
+            engine.stage_slice(piece.name, source.values(piece, first, count, memory), start=start, spec=spec)
             if not source.stays:
                 engine.settle_slices()
             made, moved = made + 1, moved + count * item
@@ -111,18 +117,24 @@ def device_uuid(device: torch.device) -> bytes:
 
 
 class HostBounce:
-    """A few MiB of host memory through which slices go; `view` says what they are."""
+    """A few MiB of host memory for slices that have no memory of their own."""
 
-    __slots__ = ("_bytes", "buffer")
+    __slots__ = ("_bytes",)
 
     def __init__(self, *, pinned: bool) -> None:
         import torch
 
         self._bytes = torch.empty(HOST_SLICE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        self.buffer = self._bytes.numpy().data
 
-    def view(self, dtype: str, count: int) -> torch.Tensor:
-        """Return the first `count` elements of what is in the buffer."""
+    def elements(self, dtype: str, count: int) -> torch.Tensor:
+        """Return memory of `count` elements, the same at each call."""
         import torch
 
         return self._bytes[: count * ITEM_BYTES[dtype]].view(getattr(torch, dtype))
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Return a flat host tensor's memory, to be written."""
+    import torch
+
+    return values.view(torch.uint8).numpy().data

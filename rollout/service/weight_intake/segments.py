@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rollout.errors import TransportUnavailable
 from rollout.service.weight_intake.files import open_own_file
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, refused
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, bytes_of, refused
 from rollout.wire.weight_handles import SEGMENT_HEAD_BYTES, SEGMENT_MAGIC, SharedHandle, TensorPiece, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -104,21 +104,22 @@ class SegmentSource:
             raise refused(self._bucket, "its segment was filled anew", f"it holds bucket {bucket} now", "wait for a bucket's answer first")
         yield False
 
-    def values(self, piece: TensorPiece, first: int, count: int) -> torch.Tensor:
-        """Return elements of a piece, pinned in place or in the bounce buffer. Raises: BucketRefused."""
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
+        """Return elements of a piece: in place if pinned, else read into `into` or the bounce buffer. Raises: BucketRefused."""
         item = ITEM_BYTES[piece.dtype]
         at, end = piece.offset + first * item, piece.offset + (first + count) * item
         if self._memory is not None:
             import torch
 
             return self._memory[at:end].view(getattr(torch, piece.dtype))
-        filled = 0
+        values = self._bounce.elements(piece.dtype, count) if into is None else into
+        memory, filled = bytes_of(values), 0
         while at + filled < end:
-            read = os.preadv(self._fd, [self._bounce.buffer[filled : end - at]], SEGMENT_HEAD_BYTES + at + filled)
+            read = os.preadv(self._fd, [memory[filled:]], SEGMENT_HEAD_BYTES + at + filled)
             if not read:
                 raise refused(self._bucket, f"it ended at byte {at + filled}", f"{piece.name} reaches to byte {end}")
             filled += read
-        return self._bounce.view(piece.dtype, count)
+        return values
 
     def finish(self) -> None:
         """Check that the segment still holds this bucket. Raises: BucketRefused."""

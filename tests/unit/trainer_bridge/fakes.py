@@ -174,6 +174,7 @@ class FakeWeightService:
             canary_mean_gap=0.0 if canaries else None,
             decode_canary_gap=0.0 if canaries else None,
             inspect_s=0.0,
+            derive_s=0.0,
             warning=None,
         )
 
