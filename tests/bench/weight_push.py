@@ -1,11 +1,11 @@
 """What a weight update costs, beside a plain copy of the same bytes in the same run.
 
-Timed: `staging_s` from the first tensor handed to a transport until the service has answered the last bucket; the tensors are
-cast, checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the service took of that time to prove staged
-tensors, `derive_s` to put them into the layout that it multiplies, and `ratio_to_copy` leaves both out. `copy_s`: the same tensors copied by one thread into memory (on a card: within the card,
-and from pinned host memory as `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N
-requests decode meanwhile and `decode_cost_ms` is how much longer their tokens took than without an update. Not timed: start of
-the processes and one first update of each transport. Copies and updates alternate; figures are medians.
+Timed: `staging_s` from the first tensor handed to a transport until the service has answered the last bucket; the tensors are cast,
+checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the service took of that time to prove staged tensors,
+`derive_s` to put them into the layout that it multiplies, and `ratio_to_copy` leaves both out. `copy_s`: the same tensors copied by one
+thread into memory (on a card: within the card, and from pinned host memory as `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the
+service's own. With `--rows N`, N requests decode meanwhile and `decode_cost_ms` is how much longer their tokens took than without an
+update. Not timed: start of the processes and one first update of each transport. Copies and updates alternate; figures are medians.
 
     python -m tests.bench.weight_push --json
     python -m tests.bench.weight_push --model qwen3-8b --device cuda --transports cuda memory --rows 64 --json
