@@ -57,7 +57,7 @@ class Tally:
             deltas += 1
             if deltas == 1 and not self.began:
                 self.began = time.monotonic()
-            if deltas % SAMPLED_DELTAS == seed % SAMPLED_DELTAS and deltas > SAMPLED_DELTAS and len(delta.ids):
+            if deltas % SAMPLED_DELTAS == seed % SAMPLED_DELTAS and deltas > 1 and len(delta.ids):
                 self.samples.append((time.monotonic(), delta.raw_logprobs))
         assert expected == tokens, f"{expected} of {tokens} tokens came"
         self.ended = time.monotonic()
