@@ -82,6 +82,8 @@ class Ledger:
         self.failures: Counter[str] = Counter()
         self._ends: deque[float] = deque(maxlen=RATE_ENDINGS)
         self._progress_at = np.full(self.tokens.num_rows, np.inf)
+        # When a token or an end came last, whosever.
+        self.last_progress = float("-inf")
         self._rows: list[Record | None] = [None] * self.tokens.num_rows
         self._free_rows = list(range(self.tokens.num_rows - 1, -1, -1))
         self._generation = np.zeros(self.tokens.num_rows, np.int64)
@@ -130,10 +132,14 @@ class Ledger:
         per_end_s = max(now - self._ends[0], 1e-6) / len(self._ends)
         return min(MOST_RETRY_S, max(LEAST_RETRY_S, count * per_end_s))
 
-    def least_recent(self) -> tuple[Record | None, float]:
-        """Return the open or unacknowledged record whose last progress is the longest ago, and when that was."""
-        row = int(np.argmin(self._progress_at))
-        return self._rows[row], float(self._progress_at[row])
+    def least_recent(self, *, begun: bool = False) -> tuple[Record | None, float]:
+        """Return the open or unacknowledged record whose last progress is the longest ago, and when that was; None without any.
+
+        `begun` leaves out open requests without a token: they may only be waiting for their turn.
+        """
+        at = np.where(self._taking & (self.tokens.lengths == 0), np.inf, self._progress_at) if begun else self._progress_at
+        row = int(np.argmin(at))
+        return (self._rows[row], float(at[row])) if np.isfinite(at[row]) else (None, float("inf"))
 
     def get(self, session: int, request_id: bytes) -> Record | None:
         """Return a session's record, or None."""
@@ -261,7 +267,8 @@ class Ledger:
             if not rows.size:
                 return np.empty(0, np.int64)
         self.counters.tokens += int(rows.size)
-        self._progress_at[rows] = time.monotonic()
+        self.last_progress = time.monotonic()
+        self._progress_at[rows] = self.last_progress
         return self.tokens.append(rows, tokens, self._keeps[rows])
 
     def end(self, record: Record, terminal: Terminal) -> bool:
@@ -276,7 +283,7 @@ class Ledger:
         self._held += 1
         now = time.monotonic()
         self._ends.append(now)
-        self._progress_at[record.row] = now
+        self._progress_at[record.row] = self.last_progress = now
         if terminal.kind == "failed":
             self.failures[str((terminal.error or {}).get("code", "unknown"))] += 1
         setattr(self.counters, terminal.kind, getattr(self.counters, terminal.kind) + 1)

@@ -32,6 +32,7 @@ class Lifecycle:
         self._drain_s = drain_s
         self.phase = Phase.SERVING
         self._deadline = 0.0
+        self._told = False
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
@@ -78,6 +79,10 @@ class Lifecycle:
         """Stop when a drain is done or too late; return when to look again."""
         if self.phase is not Phase.DRAINING:
             return None
+        if not self._told:
+            # Not in the signal's handler, which may have interrupted another line.
+            self._told = True
+            log.info("draining for up to %.1f s; a second signal stops at once", self._deadline - now)
         if idle or now >= self._deadline:
             self.phase = Phase.STOPPING
             return now

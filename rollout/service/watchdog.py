@@ -48,14 +48,21 @@ class Watchdog:
             log.error("the accounts do not reconcile: %s", error)
 
     def _tell_stall(self, now: float) -> None:
-        seconds, what = self.oldest(now)
-        if seconds >= self._stall_s and now - self._told_at >= self._stall_s:
+        """Log a stall. A long queue is none: requests without a token count only while nobody at all gets one."""
+        if now - self._told_at < self._stall_s:
+            return
+        moving = now - self._ledger.last_progress < self._stall_s
+        seconds, what = self._longest(now, begun=moving)
+        if seconds >= self._stall_s:
             self._told_at = now
             log.warning("no progress for %.1f s: %s", seconds, what)
 
     def oldest(self, now: float) -> tuple[float, str]:
         """Return the longest time without progress and whose it is, request and stage; 0 and "" without requests."""
-        record, since = self._ledger.least_recent()
+        return self._longest(now, begun=False)
+
+    def _longest(self, now: float, *, begun: bool) -> tuple[float, str]:
+        record, since = self._ledger.least_recent(begun=begun)
         if record is None:
             return 0.0, ""
         return max(0.0, now - since), f"request {record.request_id.hex()} of client #{record.session}: {self._stage_of(record)}"

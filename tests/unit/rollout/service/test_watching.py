@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -96,6 +97,25 @@ def test_the_watchdog_names_the_longest_wait_and_its_stage(caplog: pytest.LogCap
         ledger.end(record, Terminal(kind="length"))
         ledger.acknowledge(1, record.request_id)
     assert watch.advance(9.0) is None and watch.accounting_errors == 0
+
+
+def test_a_long_queue_is_no_stall_while_others_get_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(10, 2**20)
+    watch = Watchdog(ledger, lambda record: f"stage of {record.request_id[0]}", stall_s=5.0)
+    now = time.monotonic()
+    queued, running, stuck = (opened(ledger, now - 100.0, number) for number in (1, 2, 3))
+    for record in (queued, running, stuck):
+        ledger.accept(record)
+    ledger.take_step(np.array([running.engine_id]), tokens(1))
+    with caplog.at_level(logging.WARNING):
+        watch.advance(now + 1.0)
+        assert not caplog.records and "stage of" in watch.oldest(now)[1]
+        ledger.take_step(np.array([stuck.engine_id]), tokens(1))
+        ledger._progress_at[stuck.row] = now - 50.0
+        watch.advance(now + 3.0)
+        assert "stage of 3" in caplog.records[-1].message
+        watch.advance(now + 30.0)
+        assert len(caplog.records) == 2 and "stage of 1" in caplog.records[-1].message, "nobody gets anything any more"
 
 
 def test_accounts_that_do_not_reconcile_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
