@@ -24,7 +24,7 @@ import numpy as np
 from rollout.agent.chat import ChatFormat, Message
 from rollout.agent.conversation import Conversation
 from rollout.agent.errors import EpisodeStateError, InvalidEpisode
-from rollout.agent.given import as_messages, checked_ids, checked_seed
+from rollout.agent.given import as_messages, checked_ids, checked_seed, num_characters
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.lineage import Branch, BranchKind, Lineage
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
@@ -33,6 +33,8 @@ from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 from rollout.seeds import derive_seed
 
 CANCEL_WAIT_S = 2.0
+# Far above the mean of any tokenizer: what is longer is not encoded, which takes seconds for megabytes.
+CHARACTERS_OF_A_TOKEN = 32
 
 
 class PolicyClient(Protocol):
@@ -169,7 +171,9 @@ class Episode:
         self._record: TokenRecord = TokenRecord(self._tree, parent=parent._record if parent is not None else None)
         self._conversation: Conversation | None = None
         self._awaits_act = True
-        self._append(self._prompt(messages, text, rendered, prompt_ids))
+        length = len(text or rendered or "") if messages is None else num_characters(messages)
+        if not self._is_beyond(length):
+            self._append(self._prompt(messages, text, rendered, prompt_ids))
 
     def _prompt(self, messages: Sequence[Message] | None, text: str | None, rendered: str | None, prompt_ids: Any) -> np.ndarray:
         if self._format is not None and messages is not None:
@@ -350,7 +354,8 @@ class Episode:
     def observe(self, observation: str | Message | ToolResult | Sequence[Message | ToolResult]) -> bool:
         """Add what the environment says after a turn, as the template writes it, mask 0; return whether the episode goes on.
 
-        A string is a user message. Where the next turn would break a limit, the episode ends as truncated and nothing is added.
+        A string is a user message. Where the next turn would break a limit, the episode ends as truncated and nothing is added;
+        text of more than 32 characters for each token of the context counts as that without being encoded.
         Raises: EpisodeStateError, ChatFormatError, UntrustedControlToken.
         """
         self._require(acting=False)
@@ -361,9 +366,10 @@ class Episode:
                 limit="there is no conversation to add to",
                 remedy="use observe_ids, or start from messages=",
             )
-        if not self._may_go_on():
+        given = as_messages(observation)
+        if not self._may_go_on() or self._is_beyond(num_characters(given)):
             return False
-        added = self._conversation.extend(as_messages(observation))
+        added = self._conversation.extend(given)
         return self._append(added.ids, BranchKind.REWRITE if added.forks else None)
 
     def add_user(self, text: str) -> bool:
@@ -407,7 +413,7 @@ class Episode:
                 limit="there is no conversation to replace",
                 remedy="start it from messages=",
             )
-        if not self._may_go_on():
+        if not self._may_go_on() or self._is_beyond(num_characters(messages)):
             return False
         conversation = Conversation(self._format, (), self._tools.schemas)
         for message in messages:
@@ -436,6 +442,13 @@ class Episode:
         child = Episode(self._client, info=self._info, parent=self, **{**same, **kept, **options})
         self._children.append(child)
         return child
+
+    def _is_beyond(self, characters: int) -> bool:
+        """Whether a text is so long that reading it would only hold up every other episode of the loop; the episode ends then."""
+        if characters <= CHARACTERS_OF_A_TOKEN * self._context:
+            return False
+        self._end(EpisodeStatus.TRUNCATED, self._total_limit, reason=f"{characters} characters do not fit {self._context} tokens")
+        return True
 
     def _may_go_on(self) -> bool:
         if self._limits.max_turns is not None and self.num_turns >= self._limits.max_turns:

@@ -61,3 +61,14 @@ def as_messages(observation: str | Message | ToolResult | Sequence[Message | Too
             remedy="pass the environment's answer as text or as messages",
         )
     return [item.message() if isinstance(item, ToolResult) else item for item in items]
+
+
+def num_characters(messages: Sequence[Any]) -> int:
+    """Return how much text messages hold, in characters; parts of a content count with their texts."""
+    total = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, (list, tuple)) else [content]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        total += sum(len(text) for text in texts if isinstance(text, str))
+    return total

@@ -10,6 +10,7 @@ id the peer claims. Invariant: what cannot be read, or names another mechanism o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ log = logging.getLogger("rollout.gate")
 VERSION = b"1.0"
 MAX_REQUEST_FRAMES = 8
 MAX_FRAME_BYTES = 255
+LOG_EVERY_S = 1.0
 # Who a connection is, as far as anybody can tell: a key, a local process, or nobody in particular.
 ANYONE = "anyone"
 LOCAL = "local"
@@ -58,6 +60,7 @@ class Gate:
         self._keys: dict[bytes, MayKey] = {}
         self._peers: dict[bytes, MayPeer] = {}
         self._accepted = 0
+        self._told_at = float("-inf")
         self.refused = 0
 
     def allow_keys(self, domain: bytes, may: MayKey) -> None:
@@ -95,5 +98,12 @@ class Gate:
             key = key_text(credentials[0])
             if key is not None and self._keys[domain](key):
                 return key
-        log.warning("a connection was refused (%s)", domain.decode("ascii", "replace"))
+        self._tell(domain)
         return None
+
+    def _tell(self, domain: bytes) -> None:
+        """Log a refusal, however many there are: a line a second at most."""
+        now = time.monotonic()
+        if now - self._told_at >= LOG_EVERY_S:
+            log.warning("a connection was refused (%s), %d since the start", domain.decode("ascii", "replace"), self.refused + 1)
+            self._told_at = now

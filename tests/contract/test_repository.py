@@ -25,7 +25,12 @@ FORBIDDEN_TEXT = {
     "a reference to working notes": re.compile("DESIGN" + r"\.? ?\d|CASES" + r"\.md|STYLE" + r"\.md|\bC[0-9]{2}\b(?!\w)|\bissue ?#? ?\d+"),
 }
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-UNSAFE_BUILTINS = {"eval", "exec"}
+UNSAFE_BUILTINS = {"eval", "exec", "compile"}
+# Calls by these names unpickle, whoever has them, or render a template outside a sandbox.
+UNSAFE_NAMES = {
+    "recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list",
+    "send_object_list", "Environment", "NativeEnvironment", "Template", "from_string",
+}  # fmt: skip
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("yaml", "load"), ("pd", "read_pickle"), ("pandas", "read_pickle")}
 # The rest of multiprocessing hands its arguments over as pickles.
 SAFE_MULTIPROCESSING = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
@@ -76,7 +81,7 @@ def unsafe_parts(call: ast.Call) -> Iterator[str]:
         yield f"call of {function.id}"
     if isinstance(function, ast.Attribute):
         owner = ast.unparse(function.value)
-        if (owner, function.attr) in UNSAFE_CALLS:
+        if (owner, function.attr) in UNSAFE_CALLS or function.attr in UNSAFE_NAMES:
             yield f"call of {owner}.{function.attr}"
     for word in call.keywords:
         if word.arg == "allow_pickle" and not (isinstance(word.value, ast.Constant) and word.value.value is False):
@@ -112,6 +117,10 @@ def test_no_source_turns_bytes_into_code() -> None:
         "exec('1')",
         "import torch\ntorch.load('x')",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "compile('1', 'x', 'eval')",
+        "socket.recv_pyobj()",
+        "dist.broadcast_object_list([1])",
+        "jinja2.Environment()",
     ],
 )
 def test_the_search_for_unsafe_uses_finds(source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -135,9 +137,12 @@ def test_a_plain_or_ancient_greeting_never_reaches_the_service(client: Any) -> N
     signature = b"\xff" + bytes(8) + b"\x7f\x03\x00"
     plain = signature + b"PLAIN".ljust(20, b"\0") + bytes(32) + b"\x04\x0b\x05HELLO\x01a\x01b"
     null = signature + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x06\x05READY" + b"\x00\x03abc"
-    for noise in (ancient, plain, null, b"GET / HTTP/1.1\r\n\r\n", bytes(5000)):
+    curve = signature + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO\x01\0" + bytes(72)
+    draw = random.Random(0)
+    hellos = [curve + draw.randbytes(draw.choice([120, 120, 7, 300])) for _ in range(40)]
+    for noise in (ancient, plain, null, b"GET / HTTP/1.1\r\n\r\n", bytes(5000), *hellos):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
-            raw.settimeout(0.1)
+            raw.settimeout(0.02)
             with contextlib.suppress(OSError):
                 raw.sendall(noise)
                 while raw.recv(4096):
@@ -241,3 +246,12 @@ def test_a_network_address_is_not_used_in_clear_unless_asked(tmp_path: Path, mon
         rollout.connect("tcp://192.0.2.1:5000", key=tmp_path / "absent.key")
     with pytest.raises(ServerUnavailable):
         rollout.connect("tcp://127.0.0.1:9", timeout_s=0.3)
+
+
+def test_a_local_service_listens_on_no_port(tmp_path: Path) -> None:
+    service = fake_service(tmp_path)
+    with service:
+        front = psutil.Process(service.pid)
+        processes = [front, *front.children(recursive=True)]
+        assert len(processes) >= 2
+        assert [connection for process in processes for connection in process.net_connections("inet")] == []

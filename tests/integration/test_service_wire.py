@@ -333,3 +333,17 @@ def test_a_client_that_asks_and_never_reads_costs_no_memory_for_each_answer(tmp_
         assert front.memory_info().rss - before < 100 * 2**20, "300 answers of 4 MiB wait"
         greedy.close(linger=0)
         context.term()
+
+
+def test_prompts_of_megabytes_hold_nobody_up(client: Any, wire: WireClient) -> None:
+    wanted = 20
+    for number in range(wanted):
+        wire.generate([1] * 1_250_000, stop=["x"] if number % 2 else [], prior_output_tokens=number % 2)
+    latencies = []
+    for _ in range(20):
+        began = time.monotonic()
+        assert client.generate([1], max_new_tokens=1, seed=1).ids.tolist() == fake_ids(1, 1).tolist()
+        latencies.append(time.monotonic() - began)
+    assert np.median(latencies) < 0.3
+    codes = {wire.expect(Op.ERROR).body.code for _ in range(wanted)}  # type: ignore[attr-defined]
+    assert codes <= {"request_too_long", "invalid_request"}

@@ -394,6 +394,19 @@ def test_an_observation_that_leaves_no_room_truncates_and_is_left_out() -> None:
     assert len(episode.rows()[0]) == length + 5
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_text_that_is_far_beyond_the_context_is_not_even_encoded(parts: bool) -> None:
+    text = "FORBIDDEN" + "x" * 5_000_000
+    content = [{"type": "text", "text": text}] if parts else text
+    episode = start(FakeClient([[*spelled("abcd"), END]]), forbidden=("FORBIDDEN",))
+    play(episode, [{"role": "tool", "content": content}])
+    assert (episode.status, episode.limit) == (EpisodeStatus.TRUNCATED, Limit.CONTEXT)
+    assert episode.reason is not None and "characters do not fit" in episode.reason
+    assert len(episode.rows()) == 1
+    begun = start(FakeClient(), messages=[{"role": "user", "content": content}], forbidden=("FORBIDDEN",))
+    assert (begun.status, begun.rows()) == (EpisodeStatus.TRUNCATED, [])
+
+
 def test_a_prompt_that_leaves_no_room_is_truncated_from_the_start() -> None:
     episode = start(FakeClient(), limits=EpisodeLimits(max_total_tokens=4))
     assert (episode.status, episode.limit) == (EpisodeStatus.TRUNCATED, Limit.MAX_TOTAL_TOKENS)
