@@ -2,6 +2,7 @@
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>                              Hermes, Qwen2.5, Qwen3, SmolLM2
     qwen3_coder   <tool_call><function=name><parameter=key>value</parameter></function></tool_call>      Qwen3-Coder, Qwen3.5
+    arg_keys      <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>          Ling 3, GLM-4.5
     llama3_json   {"name": ..., "parameters": {...}}; ...   the whole reply, or behind <|python_tag|>    Llama 3.1 and later
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}]   or   [TOOL_CALLS]name[ARGS]{...}     Mistral
     json          {"name": ..., "arguments": {...}} or a list of them, bare or in a code fence, the whole reply
@@ -233,6 +234,43 @@ class Qwen3Coder:
         return _unclosed(closer)
 
 
+class ArgKeys:
+    """A name and an element for each key and each value, inside `<tool_call>`; values are typed as in `Qwen3Coder`."""
+
+    name = "arg_keys"
+    _open, _close = "<tool_call>", "</tool_call>"
+    _pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+    longest_marker = len(_open)
+
+    def opening(self, text: str, *, fresh: bool, final: bool) -> Opening | None:
+        at = text.find(self._open)
+        return None if at < 0 else Opening(start=at, body_at=at + len(self._open), body=_Marked(self._close))
+
+    def read(self, body: str, parameters: Parameters) -> list[WrittenCall]:
+        head, marker, rest = body.partition("<arg_key>")
+        name, rest = head.strip(), marker + rest
+        if not name or "\n" in name:
+            return [
+                WrittenCall(problem="the call must be a name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument")
+            ]
+        properties = (parameters(name) or {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        at = 0
+        while rest[at:].strip():
+            found = self._pair.match(rest, at)
+            if found is None:
+                return [WrittenCall(name=name, problem="each argument must be <arg_key>key</arg_key><arg_value>value</arg_value>")]
+            key = found.group(1).strip()
+            if key in arguments:
+                return [WrittenCall(name=name, problem=f"the key {key[:64]!r} is there twice")]
+            arguments[key] = _typed(found.group(2), properties.get(key, {"type": "string"}))
+            at = found.end()
+        return [WrittenCall(name=name, arguments=arguments)]
+
+    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
+        return _unclosed(closer)
+
+
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """Return what `text` means under a schema: the text itself where that fits and nothing else does, else the value that it spells."""
     fits = misfit(text, schema, "value") is None
@@ -338,7 +376,7 @@ class PlainJson(_WholeReply):
     _argument_names = ("arguments", "parameters")
 
 
-CALL_FORMS: Mapping[str, CallForm] = {form.name: form for form in (Hermes(), Qwen3Coder(), Llama3Json(), Mistral(), PlainJson())}
+CALL_FORMS: Mapping[str, CallForm] = {form.name: form for form in (Hermes(), Qwen3Coder(), ArgKeys(), Llama3Json(), Mistral(), PlainJson())}
 DEFAULT_FORM = "hermes"
 
 
@@ -360,6 +398,8 @@ def form_of_template(template: str | None) -> str:
     shown = template or ""
     if "<function=" in shown:
         return Qwen3Coder.name
+    if "<arg_key>" in shown:
+        return ArgKeys.name
     if "[TOOL_CALLS]" in shown:
         return Mistral.name
     if "<tool_call>" not in shown and "<|start_header_id|>" in shown and '"parameters"' in shown:

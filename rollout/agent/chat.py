@@ -55,6 +55,7 @@ class ChatFormat:
     __slots__ = (
         "_bos",
         "_controls",
+        "_stand_in",
         "_template_kwargs",
         "_tokenizer",
         "_wrapper",
@@ -93,6 +94,7 @@ class ChatFormat:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._controls = ControlText(self._tokenizer)
+        self._stand_in = StandIns(self._controls.contents, keep_words=False).mark
         self._template_kwargs = dict(template_kwargs or {})
         self.trusted_roles = frozenset(trusted_roles)
         self.template: str | None = self._wrapper.chat_template if isinstance(self._wrapper.chat_template, str) else None
@@ -176,7 +178,7 @@ class ChatFormat:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids, control tokens included. For people and parsers: never encode the result."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
     def mark(self, messages: Sequence[Message], placeholders: Placeholders) -> list[dict[str, Any]]:
         """Return copies of messages in which untrusted text hides its control tokens behind placeholders."""
@@ -242,8 +244,7 @@ class ChatFormat:
         Raises: UntrustedControlToken.
         """
         text = "".join(piece for piece, _ in pieces)
-        stand_in = StandIns(self._controls.contents, keep_words=False).mark
-        marked = "".join(stand_in * len(piece) if untrusted else piece for piece, untrusted in pieces)
+        marked = "".join(self._stand_in * len(piece) if untrusted else piece for piece, untrusted in pieces)
         untrusted = np.repeat(np.array([untrusted for _, untrusted in pieces], np.bool_), [len(piece) for piece, _ in pieces])
         return hide_joined(text, marked, untrusted, self._controls, placeholders)
 

@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, NotRequired, Required, Union
 
 from rollout.agent.errors import InvalidTool
 
@@ -28,13 +28,14 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
     Any: {},
 }
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_FIELD = re.compile(r"^:param\s+(?:[\w\[\], .|]+\s)?(\w+)\s*:\s*(.*)$")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?)\s*:\s*$")
 
 
 def function_schema(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     """Return a function's description and the schema of its arguments. Raises: InvalidTool."""
-    name = getattr(function, "__name__", repr(function))
-    description, about = _read_docstring(inspect.getdoc(function) or "")
+    name = getattr(function, "__name__", type(function).__name__)
+    description, about = _read_docstring(_docstring(function))
     if not description:
         raise InvalidTool(
             f"tool {name} has no docstring",
@@ -43,7 +44,7 @@ def function_schema(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
             limit="the model reads it",
             remedy="write one line that says what the tool does",
         )
-    hints = typing.get_type_hints(function)
+    hints = _hints(function, name)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -71,14 +72,40 @@ def function_schema(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     return description, {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+def _docstring(function: Callable[..., Any]) -> str:
+    """Return what the function says of itself; of an object that can be called, what its class or its call says."""
+    if inspect.isroutine(function) or inspect.isclass(function):
+        return inspect.getdoc(function) or ""
+    return inspect.getdoc(type(function).__call__) or inspect.getdoc(type(function)) or ""
+
+
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise InvalidTool(
+            f"tool {name}: a type hint cannot be resolved: {error}",
+            field="function",
+            value=name,
+            limit="the schema is made from type hints",
+            remedy="import or define that type where the function is defined, at the module's top level",
+        ) from error
+
+
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return the text before the first section, and the lines of the section that describes arguments."""
     intro: list[str] = []
     about: dict[str, str] = {}
     section, latest = "", ""
     for line in text.splitlines():
-        heading = _SECTION.match(line)
-        if heading:
+        heading, field = _SECTION.match(line), _FIELD.match(line.strip())
+        if field:
+            section, latest = "Args", field.group(1)
+            about[latest] = field.group(2)
+        elif line.strip().startswith(":"):
+            section, latest = "Returns", ""  # another field of that style
+        elif heading:
             section, latest = heading.group(1), ""
         elif not section:
             intro.append(line)
@@ -96,6 +123,22 @@ def _hint_schema(hint: Any, tool: str, parameter: str) -> dict[str, Any]:
     if hint in _SIMPLE:
         return dict(_SIMPLE[hint])
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        about = next((note for note in arguments[1:] if isinstance(note, str)), None)
+        return {**_hint_schema(arguments[0], tool, parameter), **({"description": about} if about else {})}
+    if typing.is_typeddict(hint):
+        # The class's own list of required keys is wrong where annotations are strings.
+        fields = typing.get_type_hints(hint, include_extras=True)
+        optional = {field for field, kind in fields.items() if typing.get_origin(kind) is NotRequired}
+        needed = {field for field, kind in fields.items() if typing.get_origin(kind) is Required}
+        return {
+            "type": "object",
+            "properties": {field: _hint_schema(kind, tool, parameter) for field, kind in fields.items()},
+            "required": [field for field in fields if field not in optional and (hint.__total__ or field in needed)],
+            "additionalProperties": False,
+        }
+    if origin in (NotRequired, Required):
+        return _hint_schema(arguments[0], tool, parameter)
     if origin is Literal:
         return {"enum": list(arguments)}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -110,7 +153,7 @@ def _hint_schema(hint: Any, tool: str, parameter: str) -> dict[str, Any]:
         f"tool {tool}: the type {hint!r} of {parameter} has no JSON form",
         field=parameter,
         value=repr(hint),
-        limit="str, int, float, bool, None, list, dict, Literal, Enum, unions of these",
+        limit="str, int, float, bool, None, list, dict, TypedDict, Literal, Enum, unions of these, Annotated with a description",
         remedy="use one of these, or write parameters= by hand",
     )
 

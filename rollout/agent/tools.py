@@ -112,7 +112,8 @@ class Tool:
     def from_function(cls, function: Callable[..., Any], *, name: str | None = None, **options: Any) -> Tool:
         """Make a tool of a function from its type hints and docstring. Raises: InvalidTool."""
         description, parameters = function_schema(function)
-        return cls(name=name or function.__name__, description=description, parameters=parameters, function=function, **options)
+        own = getattr(function, "__name__", type(function).__name__)
+        return cls(name=name or own, description=description, parameters=parameters, function=function, **options)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -169,8 +170,8 @@ class CallCounts:
 class ToolBox:
     """The tools of an episode: reads calls out of replies and runs them, one after the other in the order written.
 
-    `form` names how the model writes calls: one of `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `json`, or a `CallForm`; absent, the
-    episode takes the one that the chat template shows. Raises: InvalidTool.
+    `form` names how the model writes calls: one of `hermes`, `qwen3_coder`, `arg_keys`, `llama3_json`, `mistral`, `json`, or a `CallForm`;
+    absent, the episode takes the one that the chat template shows. Raises: InvalidTool.
     """
 
     __slots__ = ("_form", "_limits", "_tools")

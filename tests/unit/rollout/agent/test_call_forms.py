@@ -35,6 +35,11 @@ def coder(name: str, arguments: dict[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def keyed(name: str, arguments: dict[str, str]) -> str:
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
 def hermes(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -49,6 +54,10 @@ TWO = {
     "qwen3_coder": [
         "I will.\n" + coder("add", {"a": "1"}) + "\n" + coder("note", {"text": "hi } ]"}),
         "<function=add>\n<parameter=a>1</parameter></function><function=note><parameter=text>hi } ]</parameter>\n</function>",
+    ],
+    "arg_keys": [
+        keyed("add", {"a": "1"}) + "\n" + keyed("note", {"text": "hi } ]"}),
+        "Hm.<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>" + keyed("note", {"text": "hi } ]"}),
     ],
     "llama3_json": [
         json.dumps(ADD_LLAMA) + "; " + json.dumps(NOTE_LLAMA),
@@ -89,6 +98,7 @@ def streamed(form: str, parts: list[str], *, thinking: bool = False) -> list[Wri
 
 
 LURES = [
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "add"),
     *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>1</parameter>", "[TOOL_CALLS]", "add[ARGS]"),
     *('{"name":', '"add"', '"arguments"', '"parameters"', ":", "{}", "}", "]", "[", ",", ";", "```json\n", "```", "\\", '"', "<"),
     *("<|python_tag|>", "<think>", "</think>", "\ud800", " ", "\n", "1e999", '{"name": "add", "arguments": {"a": 1}}'),
@@ -123,6 +133,11 @@ def test_the_outcome_does_not_depend_on_how_a_reply_is_cut_into_pieces(form: str
         ("qwen3_coder", coder("sub", {"a": "1"}), "there is no tool 'sub'"),
         ("qwen3_coder", coder("add", {}), "lacks 'a'"),
         ("qwen3_coder", "<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>", "there twice"),
+        ("arg_keys", "<tool_call>add<arg_key>a", "</tool_call> is missing"),
+        ("arg_keys", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "must be a name"),
+        ("arg_keys", "<tool_call>add<arg_key>a</arg_key></tool_call>", "each argument must be"),
+        ("arg_keys", keyed("add", {"a": "1"}).replace("</tool_call>", keyed("", {"a": "2"})[12:]), "there twice"),
+        ("arg_keys", keyed("add", {"a": "x"}), "must be of type integer"),
         ("llama3_json", '{"name": "add", "parameters": {"a": 1}', "the last bracket is missing"),
         ("llama3_json", '{"name": "add", "parameters": null}', '"parameters" must be a JSON object, it is null'),
         ("llama3_json", '{"name": "add", "parameters": {"a": 1,}}', "not valid JSON"),
@@ -163,6 +178,7 @@ def test_values_of_the_xml_form_have_the_types_of_the_schema() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_call_without_end_is_held_within_its_limit_and_read_in_linear_time(form: str) -> None:
     start = {
+        "arg_keys": "<tool_call>add",
         "hermes": "<tool_call>{",
         "qwen3_coder": "<function=add>",
         "llama3_json": '{"name":',
@@ -197,9 +213,10 @@ def test_a_stream_whose_prompt_opened_thinking_begins_inside_it() -> None:
 def test_the_form_comes_from_the_template_and_a_name_that_is_none_is_refused() -> None:
     assert form_of_template(None) == form_of_template("{{ messages }}") == form_of_template("... <tool_call>") == "hermes"
     assert form_of_template("<tool_call>\n<function=example>") == "qwen3_coder"
+    assert form_of_template("<tool_call>{{ name }}\n<arg_key>{{ key }}") == "arg_keys"
     assert form_of_template('<|start_header_id|> {"name": f, "parameters": d}') == "llama3_json"
     assert form_of_template("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
-    with pytest.raises(InvalidTool, match=r"known: hermes, json, llama3_json, mistral, qwen3_coder.*leave it out"):
+    with pytest.raises(InvalidTool, match=r"known: arg_keys, hermes, json, llama3_json, mistral, qwen3_coder.*leave it out"):
         ToolBox([add], form="xml")
     assert call_form("json").name == "json"
 

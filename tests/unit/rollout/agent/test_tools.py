@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 
@@ -74,6 +74,53 @@ def test_a_schema_comes_from_type_hints_and_docstring() -> None:
     assert properties["about"] == {"anyOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "null"}]}
 
 
+class Place(TypedDict):
+    city: str
+    zip: NotRequired[int]
+
+
+class Book:
+    """Books a table."""
+
+    def __call__(self, where: Place, people: Annotated[int, "How many come."] = 2) -> str:
+        """Book a table.
+
+        :param where: The place,
+            as exact as can be.
+        :returns: what was booked
+        """
+        return f"{where['city']} for {people}"
+
+    def cancel(self, number: int) -> str:
+        """Cancel a booking."""
+        return f"cancelled {number}"
+
+
+def test_methods_and_callable_objects_are_tools_and_typed_dicts_and_notes_are_in_their_schemas() -> None:
+    book = Tool.from_function(Book(), name="book")
+    assert book.description == "Book a table."
+    assert book.parameters["properties"] == {
+        "where": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "description": "The place, as exact as can be.",
+        },
+        "people": {"type": "integer", "description": "How many come."},
+    }
+    box = ToolBox([book, Book().cancel])
+    results = asyncio.run(box.run(*box.read(call("book", {"where": {"city": "Bern"}}) + call("cancel", {"number": 3}))))
+    assert [result.content for result in results] == ["Bern for 2", "cancelled 3"]
+    assert "lacks 'city'" in box.read(call("book", {"where": {}}))[1][0].message
+    assert Tool.from_function(Book()).name == "Book"
+
+
+def _local_type(a: NowhereDefined) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Do."""
+    return 1
+
+
 def _undocumented(a: int) -> int:
     return a
 
@@ -95,7 +142,13 @@ def _star(*a: int) -> int:
 
 @pytest.mark.parametrize(
     ("function", "remedy"),
-    [(_undocumented, "write one line"), (_unhinted, "annotate a"), (_odd, "parameters= by hand"), (_star, "by name")],
+    [
+        (_local_type, "top level"),
+        (_undocumented, "write one line"),
+        (_unhinted, "annotate a"),
+        (_odd, "parameters= by hand"),
+        (_star, "by name"),
+    ],
 )
 def test_functions_that_make_no_schema_are_refused_with_a_remedy(function: Any, remedy: str) -> None:
     with pytest.raises(InvalidTool, match=remedy):
