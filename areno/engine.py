@@ -284,7 +284,7 @@ class Engine:
 
         Raises: EngineFailure.
         """
-        with device_errors("while results were read"):
+        with self._ranks.together(), device_errors("while results were read"):
             read = self._read(drain=True)
         return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 

@@ -231,6 +231,8 @@ class Peers:
             if self.failure is error:
                 raise
             raise self.failure from error
+        # Kernels whose collective was given up end as if nothing had happened, and what they wrote is no result.
+        self.check()
 
     def _see_lost(self) -> bool:
         """Return whether a rank is lost, giving the watch a moment to see it. Blocks: for that moment."""

@@ -172,6 +172,17 @@ def test_a_rank_that_breaks_leaves_its_reason(start: Callable[..., Peers]) -> No
         peers.expect(peers.tell(ops.PublishUpdate(version=BREAK)))
 
 
+def test_work_that_ends_well_while_a_rank_is_lost_gives_no_result(start: Callable[..., Peers]) -> None:
+    peers = start(size=2)
+    peers.wait_for(Phase.RUNNING)
+    with peers.together():
+        pass
+    with pytest.raises(EngineFailure, match="was killed by SIGKILL"):
+        with peers.together():
+            os.kill(peers.pids[1], signal.SIGKILL)
+            wait_until(lambda: peers.failure is not None, 2.0)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError("a bug"), RuntimeError("boom")])
 def test_work_of_all_ranks_that_rank_0_leaves_halfway_ends_them(
     start: Callable[..., Peers], error: BaseException, monkeypatch: pytest.MonkeyPatch
