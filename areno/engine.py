@@ -28,6 +28,7 @@ import torch
 
 from areno.canary import CanaryGaps, CanaryProof
 from areno.config import DeviceLimits, EngineConfig, resolve
+from areno.current_device import current_device, on_device
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
 from areno.errors import Asleep, CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
 from areno.models.model_config import ModelConfig, read_model_config
@@ -102,12 +103,14 @@ class Engine:
         check_tp(model_config, config.tp)
         self._ranks: Ranks = ranks or start_ranks(config, device, dedicated=dedicated)
         try:
-            self._compose(config, model_config, device, beside)
+            with current_device(device):
+                self._compose(config, model_config, device, beside)
         except BaseException:
             self._ranks.close()
             raise
 
     def _compose(self, config: EngineConfig, model_config: ModelConfig, device: torch.device, beside: Engine | None) -> None:
+        self._device = device
         self._group: TPGroup = self._ranks.meet() if beside is None else beside._group
         # Sizes and limits are those of one rank's part, and the same for all ranks.
         local = shard_model(model_config, self._group.rank, self._group.size).local
@@ -181,6 +184,11 @@ class Engine:
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device the engine runs on; with `tp` above 1 the first rank's."""
+        return self._device
+
+    @property
     def version(self) -> int:
         """Version of the live weights."""
         return self._executor.version
@@ -236,6 +244,7 @@ class Engine:
         """
         return self._scheduler.cancel(request_id, kind=kind, detail=detail)
 
+    @on_device
     def step(self) -> StepOutput:
         """Plan, launch at most one prefill and one decode, and return what has become known.
 
@@ -279,6 +288,7 @@ class Engine:
             self._checked_launches = self._ring.last_launch
             self._ranks.begin_check(lambda: state_of(self._path))
 
+    @on_device
     def collect(self) -> StepOutput:
         """Return what the launches already made have said, making none: what a paused engine still has to tell.
 
@@ -288,6 +298,7 @@ class Engine:
             read = self._read(drain=True)
         return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
+    @on_device
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest, Asleep."""
         self._check_awake("score")
@@ -325,6 +336,7 @@ class Engine:
                 remedy="score a shorter sequence",
             )
 
+    @on_device
     def begin_update(self, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool = False) -> None:
         """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch, Asleep."""
         self._check_awake("begin_update")
@@ -347,12 +359,14 @@ class Engine:
         self._update = WeightUpdate(self._table, manifest, version=version, partial=partial, group=self._group)
         self._ranks.tell(open_entry(manifest, version=version, partial=partial))
 
+    @on_device
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch, WeightUpdateError."""
         with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
             self._open_update().stage(name, tensor)
             self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
 
+    @on_device
     def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
         """Return where a slice is staged, for a caller that reads it there and gives it to `stage_slice`; None where that cannot be.
 
@@ -360,18 +374,21 @@ class Engine:
         """
         return self._open_update().slice_memory(name, start=start, count=count, spec=spec)
 
+    @on_device
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
         with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
             self._open_update().stage_slice(name, values, start=start, spec=spec)
             self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
 
+    @on_device
     def settle_slices(self) -> None:
         """Wait until every slice is copied; on a CUDA device copies of its memory are only launched before. Raises: NoUpdate."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
             self._open_update().settle_slices()
             self._ranks.tell(ops.SettleSlices())
 
+    @on_device
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
         """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
 
@@ -438,6 +455,7 @@ class Engine:
             self._update = None
             self._ranks.tell(ops.AbortUpdate())
 
+    @on_device
     def digests(self) -> dict[str, int]:
         """Return the digest of every live tensor by its Hugging Face name."""
         with self._ranks.together():
@@ -449,6 +467,7 @@ class Engine:
         """What is given back: "kv", "weights" (both), or None."""
         return self._asleep
 
+    @on_device
     def sleep(self, level: str = "kv") -> StepOutput:
         """Give the memory of the KV ("kv"), or of KV and weights ("weights"), back until `wake`; return what was still to be told.
 
@@ -497,6 +516,7 @@ class Engine:
                 torch.cuda.empty_cache()
         return _join(outputs, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
+    @on_device
     def wake(self) -> None:
         """Take the memory back: a new epoch, in which no page of before is known. Does nothing to an engine that is awake.
 
@@ -611,6 +631,7 @@ class Engine:
             "ranks_waited_s": self._ranks.waited_s,
         }
 
+    @on_device
     def check_integrity(self) -> None:
         """Check every owner of state, and the tables against the plan where nothing is in flight. Raises: AssertionError."""
         self._scheduler.check_integrity()

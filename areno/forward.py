@@ -31,6 +31,17 @@ from areno.uploads import upload
 if TYPE_CHECKING:
     from areno.prefill_graphs import PrefillGraphs
 
+
+def vocabulary_shard(model: DenseDecoder) -> VocabularyShard | None:
+    """Return which ids a rank's decoder has; None of a whole one."""
+    shard = model.shard
+    if shard.size == 1:
+        return None
+    return VocabularyShard(
+        first_id=shard.ids.start, count=shard.ids.size, width=shard.width, vocab_size=shard.whole.vocab_size, group=model.group
+    )
+
+
 SCORE_ROWS = 512
 _PADDING = ((16, LANE_MULTIPLE), (64, 16), (256, 32), (512, 64), (2048, 256), (8192, 1024))
 
@@ -60,7 +71,7 @@ class Forward:
 
     def __init__(self, model: DenseDecoder, store: KVStore, dtype: torch.dtype, prompts: PrefillGraphs | None = None) -> None:
         self._model, self._store, self._dtype, self._prompts = model, store, dtype, prompts
-        self._shard = _vocabulary_shard(model)
+        self._shard = vocabulary_shard(model)
         valid = model.config.num_valid_ids
         self._sampler = (
             Sampler(first_id=0, width=model.config.vocab_size, num_valid_ids=valid)
@@ -154,15 +165,6 @@ class Forward:
             plain = temperature in (0.0, 1.0)
             tempered.append(raw[-1] if plain else torch.log_softmax(logits / temperature, dim=1).gather(1, picked)[:, 0])
         return torch.cat(tempered), torch.cat(raw)
-
-
-def _vocabulary_shard(model: DenseDecoder) -> VocabularyShard | None:
-    shard = model.shard
-    if shard.size == 1:
-        return None
-    return VocabularyShard(
-        first_id=shard.ids.start, count=shard.ids.size, width=shard.width, vocab_size=shard.whole.vocab_size, group=model.group
-    )
 
 
 def _on_its_way(values: torch.Tensor) -> np.ndarray:

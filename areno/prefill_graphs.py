@@ -76,7 +76,7 @@ class PrefillGraphs:
         graph = self._graphs.get(size)
         if graph is None and size in self._seen and self._permit.allows(size):
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with self._permit.capture(graph, self._pool):
                 self._launch(fields)
         if graph is not None:
             graph.replay()

@@ -22,7 +22,7 @@ from areno.decode.tables import DecodeTables
 from areno.decode.transport import CudaTransport, Transport, choose_transport
 from areno.errors import InvalidConfig, UnsupportedModel
 from areno.executor import Executor
-from areno.forward import Forward
+from areno.forward import Forward, vocabulary_shard
 from areno.kv.store import KVStore
 from areno.models.dense import DenseDecoder
 from areno.models.model_config import ModelConfig
@@ -326,7 +326,16 @@ class _PathBuilder:
 
         page_size = self.resolved.page_size
         permit = CapturePermit(self.model.group, enabled=graphs)
-        steps = DecodeSteps(self.fused, slots, self.model.config, lanes=num_rows, page_size=page_size, device=device, permit=permit)
+        steps = DecodeSteps(
+            self.fused,
+            slots,
+            self.model.config,
+            lanes=num_rows,
+            page_size=page_size,
+            device=device,
+            permit=permit,
+            shard=vocabulary_shard(self.model),
+        )
         if rebuilt:
             return RebuiltGraphPath(steps, slots, kept=self.config.kept_ids, device=device, **sizes)
         return GraphPath(steps, DecodeTables(slots=slots, device=device, **sizes), ring, self.transport)

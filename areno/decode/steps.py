@@ -24,6 +24,7 @@ from areno.kernels.filters import KeptRing
 from areno.models.dense_cuda import FusedDecoder
 from areno.models.model_config import ModelConfig
 from areno.sampling.penalties import SlotTables
+from areno.sampling.shards import VocabularyShard
 from areno.sampling.variant import Variant
 
 
@@ -48,7 +49,8 @@ class StepMemory:
 class DecodeSteps:
     """Runs the steps of one decode path of up to `lanes` rows, and the sampler after a prefill. Owns what is captured.
 
-    `slots` are the path's sampling slots; `counter` counts launches on the device, which by it finds their slot of a ring.
+    `slots` are the path's sampling slots; `counter` counts launches on the device, which by it finds their slot of a ring. `shard` says
+    which ids a rank of several has.
     """
 
     def __init__(
@@ -61,13 +63,17 @@ class DecodeSteps:
         page_size: int,
         device: torch.device,
         permit: CapturePermit,
+        shard: VocabularyShard | None = None,
     ) -> None:
+        self._shard = shard
         self._fused, self._slots, self._page_size, self._device, self._permit = fused, slots, page_size, device, permit
         self._num_valid_ids = model.num_valid_ids
         self._lanes = row_kernels.LaneBuffers.allocate(lanes, device)
         self._x = torch.zeros((lanes, model.hidden_size), dtype=fused.embedding.dtype, device=device)
-        self._logits = torch.zeros((lanes, model.vocab_size), device=device)
-        self._workspace = sample.SampleWorkspace.allocate(lanes, model.vocab_size, device, filters=True)
+        # Of a rank as wide as its cut, so that rows begin where wide loads can; the last one's own ids may be fewer.
+        num_ids, width = (model.vocab_size,) * 2 if shard is None else (shard.count, shard.width)
+        self._logits = torch.zeros((lanes, width), device=device)[:, :num_ids]
+        self._workspace = sample.SampleWorkspace.allocate(lanes, num_ids, device, filters=True, shard=shard)
         self._seen: set[StepKind] = set()
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if permit.enabled else None
@@ -124,7 +130,7 @@ class DecodeSteps:
     def sample_prefill(self, variant: Variant, logits: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], memory: StepMemory) -> None:
         """Draw the next token of rows whose prompts are complete and record it; the launch is counted by the caller.
 
-        Shapes: logits [S, V]; `rows` are int32 [B] each, the lanes' rows in `memory` and their places among the logits.
+        Shapes: logits [S, W]; `rows` are int32 [B] each, the lanes' rows in `memory` and their places among the logits.
         """
         lane_rows, logit_rows = rows
         draw = sample.Draw(
@@ -137,12 +143,13 @@ class DecodeSteps:
             sums=variant.sums,
             lane_rows=lane_rows,
             logit_rows=logit_rows,
+            shard=self._shard,
         )
         sample.sample(draw, self._workspace, memory.ring, self.counter, kept=memory.kept)
 
     def _capture(self, kind: StepKind, memory: StepMemory) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with self._permit.capture(graph, self._pool):
             self._launch(kind, memory)
         self._graphs[kind] = graph
         return graph
@@ -151,7 +158,11 @@ class DecodeSteps:
         bucket, pdl, state = kind.bucket, self._fused.pdl, memory.state
         lanes = row_kernels.LaneBuffers(*(buffer[:bucket] for buffer in self._lanes))
         x, logits = self._x[:bucket], self._logits[:bucket]
-        row_kernels.begin_step(state, lanes, self.counter, self._fused.embedding, x, page_size=self._page_size, pdl=pdl)
+        first_id = None if self._shard is None else self._shard.first_id
+        embedding, page_size = self._fused.embedding, self._page_size
+        row_kernels.begin_step(state, lanes, self.counter, embedding, x, page_size=page_size, pdl=pdl, first_id=first_id)
+        if self._shard is not None:
+            self._shard.group.all_reduce_(x)
         self._fused.decode(lanes, x, logits, state.page_table, span=kind.span)
         draw = sample.Draw(
             lanes=bucket,
@@ -163,5 +174,6 @@ class DecodeSteps:
             sums=kind.variant.sums,
             running=lanes.running,
             starved=lanes.starved,
+            shard=self._shard,
         )
         sample.sample(draw, self._workspace, memory.ring, self.counter, kept=memory.kept, pdl=pdl)

@@ -21,6 +21,7 @@ from areno.kernels.noise import gumbel, hashes, lane_key
 from areno.kernels.rows import LENGTH, row_pointers
 from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers
 from areno.sampling.penalties import SlotTables
+from areno.sampling.shards import VocabularyShard
 from areno.sampling.variant import Variant
 
 CONFIGS = (
@@ -145,6 +146,8 @@ def _reduce_kernel(
     num_valid,
     stride,
     tiles,
+    all_ids,
+    FIRST_ID: tl.constexpr,
     NOISE: tl.constexpr,
     TEMPERED: tl.constexpr,
     STOP_MASK: tl.constexpr,
@@ -195,22 +198,23 @@ def _reduce_kernel(
     stop = tl.where(runs, end, first)
     plain_stop = stop
     if MASKS_IDS:
-        plain_stop = tl.minimum(stop, first + tl.maximum(num_valid - first, 0) // BLOCK * BLOCK)
+        plain_stop = tl.minimum(stop, first + tl.maximum(num_valid - FIRST_ID - first, 0) // BLOCK * BLOCK)
     if SHAPES:
         plain_stop = tl.where(shaped, first, plain_stop)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), divisor)
     scale = inverse * LOG2E
     maximum, total, tempered_total = float("-inf"), tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     # Infinite until an id is drawn, for a lane of which every logit is NaN.
-    best, best_id, best_logit, best_shaped = float("-inf"), tl.minimum(first, vocab - 1), float("inf"), float("-inf")
+    best, best_id, best_logit, best_shaped = float("-inf"), tl.minimum(first, vocab - 1) + FIRST_ID, float("inf"), float("-inf")
     worst = tl.full([BLOCK], float("-inf"), tl.float32)
     # Each tile is loaded while the one before it is worked on; the first before it is known whether the lane runs.
     tile = tl.load(base + tl.multiple_of(first, BLOCK) + offset, mask=first + offset < end, other=float("-inf"))
 
     while first < plain_stop:
         first = tl.multiple_of(first, BLOCK)
-        ids = first + offset
-        following = tl.load(base + ids + BLOCK, mask=ids + BLOCK < end, other=float("-inf"))
+        place = first + offset
+        ids = place + FIRST_ID
+        following = tl.load(base + place + BLOCK, mask=place + BLOCK < end, other=float("-inf"))
         top = tl.max(tile, 0)
         reached = tl.maximum(maximum, top)
         reference = finite(reached)
@@ -239,8 +243,9 @@ def _reduce_kernel(
             shaped_total = tempered_total
         while first < stop:
             first = tl.multiple_of(first, BLOCK)
-            ids = first + offset
-            following = tl.load(base + ids + BLOCK, mask=ids + BLOCK < end, other=float("-inf"))
+            place = first + offset
+            ids = place + FIRST_ID
+            following = tl.load(base + place + BLOCK, mask=place + BLOCK < end, other=float("-inf"))
             if SUMS:
                 reached = tl.maximum(maximum, tl.max(tile, 0))
                 reference = finite(reached)
@@ -251,8 +256,9 @@ def _reduce_kernel(
             else:
                 worst = tl.maximum(worst, tile, propagate_nan=tl.PropagateNan.ALL)
             scores = shaped_scores(
-                tile, ids, first, rows, slots, row, stops, held, divisor, num_valid, vocab, TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK
-            )
+                tile, ids, first + FIRST_ID, rows, slots, row, stops, held, divisor, num_valid, all_ids,
+                TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
+            )  # fmt: skip
             if FILTERS:
                 scores = tl.where(scores >= threshold, scores, float("-inf"))
             top = tl.max(scores, 0)
@@ -268,23 +274,23 @@ def _reduce_kernel(
             first += BLOCK
 
     splits = tl.num_programs(1)
-    place = partials + (lane * FIELDS * splits + split)
-    tl.store(place + BEST * splits, best)
-    tl.store(place + BEST_ID * splits, best_id.to(tl.float32, bitcast=True))
-    tl.store(place + BEST_LOGIT * splits, best_logit)
+    record = partials + (lane * FIELDS * splits + split)
+    tl.store(record + BEST * splits, best)
+    tl.store(record + BEST_ID * splits, best_id.to(tl.float32, bitcast=True))
+    tl.store(record + BEST_LOGIT * splits, best_logit)
     if SUMS:
-        tl.store(place + MAXIMUM * splits, maximum)
-        tl.store(place + TOTAL * splits, tl.sum(total, 0))
+        tl.store(record + MAXIMUM * splits, maximum)
+        tl.store(record + TOTAL * splits, tl.sum(total, 0))
         if TEMPERED:
-            tl.store(place + TEMPERED_TOTAL * splits, tl.sum(tempered_total, 0))
+            tl.store(record + TEMPERED_TOTAL * splits, tl.sum(tempered_total, 0))
         if SHAPES:
-            tl.store(place + SHAPED_MAXIMUM * splits, shaped_maximum)
-            tl.store(place + SHAPED_TOTAL * splits, tl.sum(shaped_total, 0))
-            tl.store(place + BEST_SHAPED * splits, best_shaped)
+            tl.store(record + SHAPED_MAXIMUM * splits, shaped_maximum)
+            tl.store(record + SHAPED_TOTAL * splits, tl.sum(shaped_total, 0))
+            tl.store(record + BEST_SHAPED * splits, best_shaped)
     else:
         # Not a sum: NaN where the split holds a NaN or +inf, for which nothing else looks here.
         broken = tl.sum((worst < float("inf")).to(tl.int32), 0) < BLOCK
-        tl.store(place + TOTAL * splits, tl.where(broken, float("nan"), 0.0))
+        tl.store(record + TOTAL * splits, tl.where(broken, float("nan"), 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +300,7 @@ class Draw:
     Shapes: `logits` fp32 [S, V]; `running` [B] of a decode step, whose lanes are rows 0..B - 1, or `lane_rows` int32 [B] of a
     prefill, whose lanes run where their row is alive; `logit_rows` int32 [B] where lanes share logits rows. `sums` says
     whether somebody wants log-probabilities: without, they are NaN and the raw one is the chosen logit, or NaN where the
-    lane's logits hold NaN or +inf. Ids from `num_valid_ids` on are never drawn.
+    lane's logits hold NaN or +inf. Ids from `num_valid_ids` on are never drawn. With `shard` the logits are of a rank's ids only.
     """
 
     lanes: int
@@ -308,6 +314,7 @@ class Draw:
     starved: torch.Tensor | None = None
     lane_rows: torch.Tensor | None = None
     logit_rows: torch.Tensor | None = None
+    shard: VocabularyShard | None = None
 
     def __post_init__(self) -> None:
         assert self.logits.dtype == torch.float32 and self.logits.stride(1) == 1, f"logits are {self.logits.dtype}, rows contiguous"
@@ -324,9 +331,19 @@ class Draw:
         return self.logits.shape[1]
 
     @property
+    def first_id(self) -> int:
+        """The id of the logits' first column."""
+        return 0 if self.shard is None else self.shard.first_id
+
+    @property
+    def all_ids(self) -> int:
+        """Number of ids of the whole vocabulary."""
+        return self.vocab if self.shard is None else self.shard.vocab_size
+
+    @property
     def masks_ids(self) -> bool:
         """Whether ids beyond the tokenizer's are masked in every draw."""
-        return self.num_valid_ids < self.vocab
+        return self.num_valid_ids < self.all_ids
 
     def flags(self) -> dict[str, bool]:
         """Return the constants by which a variant's kernels differ, but for NOISE, FILTERS and SUMS."""
@@ -364,6 +381,8 @@ def reduce_logits(
         draw.num_valid_ids,
         draw.logits.stride(0),
         splits.tiles,
+        draw.all_ids,
+        FIRST_ID=draw.first_id,
         NOISE=draw.variant.noise,
         FILTERS=draw.variant.filters,
         SUMS=draw.sums,

@@ -240,6 +240,9 @@ def _begin_step_kernel(
     x,
     num_rows,
     width,
+    num_ids,
+    FIRST_ID: tl.constexpr,
+    SHARDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SINK_SLOT: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -256,11 +259,18 @@ def _begin_step_kernel(
     length = tl.load(rows.ints + LENGTH * num_rows + lane)
     alive = tl.load(rows.alive + lane) != 0
     # The row of the last token comes while its page is looked up; only a lane that does not run loads another.
-    row = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=inside, other=0.0)
+    local = token - FIRST_ID
+    here = inside
+    if SHARDED:
+        # A rank that does not hold the id adds zeros to the ranks' sum.
+        here = inside & (local >= 0) & (local < num_ids)
+    row = tl.load(embedding + local.to(tl.int64) * HIDDEN + column, mask=here, other=0.0)
     entry = length // PAGE_SIZE
     page = tl.load(rows.page_table + lane.to(tl.int64) * width + entry, mask=alive & (entry < width), other=_ZERO_PAGE).to(tl.int32)
     running = alive & (page != _ZERO_PAGE)
-    none = tl.load(embedding + column, mask=inside & (running == 0), other=0.0)
+    none = tl.zeros_like(row)
+    if FIRST_ID == 0:
+        none = tl.load(embedding + column, mask=inside & (running == 0), other=0.0)
     tl.store(x + lane.to(tl.int64) * HIDDEN + column, tl.where(running, row, none), mask=inside)
     position = tl.where(running, length, 0)
     tl.store(lanes.running + lane, running)
@@ -282,10 +292,12 @@ def begin_step(
     *,
     page_size: int,
     pdl: bool = False,
+    first_id: int | None = None,
 ) -> None:
     """The prologue of a decode step over rows 0..B - 1: what each lane runs, its embedding, and the launch counted.
 
-    Shapes: `counter` int32 scalar, `x` [B, hidden], `lanes` at least [B]. Mutates: `lanes`, `counter`, `x`.
+    Shapes: `counter` int32 scalar, `x` [B, hidden], `lanes` at least [B]. With `first_id` the embedding has the ids from there on alone,
+    and rows of others are zero. Mutates: `lanes`, `counter`, `x`.
     """
     count, hidden = x_BH.shape
     assert count <= state.ints.shape[1] and count <= lanes.ids.shape[0], f"{count} lanes of {state.ints.shape[1]} rows"
@@ -301,6 +313,9 @@ def begin_step(
         x_BH,
         state.ints.shape[1],
         state.page_table.shape[1],
+        embedding_VH.shape[0],
+        FIRST_ID=first_id or 0,
+        SHARDED=first_id is not None,
         PAGE_SIZE=page_size,
         SINK_SLOT=SINK_PAGE * page_size,
         HIDDEN=hidden,

@@ -4,11 +4,15 @@
 combines a lane's partial records in fixed order, writes the result record into the pinned ring and advances the row. The
 semantics are those of `areno.sampling.sampler.combine` and of the epilogue in `areno.decode.tables`. A lane that does not run
 changes nothing and reports IDLE or STARVED.
+
+Where ranks hold shards of the vocabulary, `pack_records` first merges a lane's partial records into one of 36 bytes, one gather brings
+those of all ranks, and `finish` combines them as if they were splits, on every rank with the same bits. Thresholds of filters are
+then searched for in gathered logits, in variants with filters alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,13 +33,13 @@ from areno.kernels.reduce import (
     TEMPERED_TOTAL,
     TOTAL,
     Draw,
-    Splits,
     finite,
     partial_records,
     reduce_logits,
 )
 from areno.kernels.rows import GENERATION, LAST_TOKEN, LENGTH, REMAINING, STOP_WAIT, row_pointers
 from areno.kernels.shaping import lane_divisor, lane_filters, lane_slot, lane_stops, slot_pointers
+from areno.sampling.shards import VocabularyShard, gather_scores
 
 RECORD_WORDS = tl.constexpr(6)
 _IDLE, _TOKEN, _STOPPED, _EXHAUSTED, _STARVED = (
@@ -48,10 +52,15 @@ _IDLE, _TOKEN, _STOPPED, _EXHAUSTED, _STARVED = (
 def _log_total(maxima, totals):
     """Return the largest maximum and the log of the sum relative to it. A split whose ids are all masked has no mass."""
     maximum = finite(tl.max(maxima, 0))
-    share = tl.where(maxima == float("-inf"), 0.0, totals * tl.exp(maxima - maximum))
-    total = tl.sum(share, 0)
+    total = tl.sum(_shares(maxima, totals, maximum), 0)
     # Nothing was summed for a lane that does not run.
     return maximum, tl.log(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _shares(maxima, totals, maximum):
+    """Return sums relative to a common maximum. A split whose ids are all masked has no mass."""
+    return tl.where(maxima == float("-inf"), 0.0, totals * tl.exp(maxima - maximum))
 
 
 @triton.jit
@@ -78,6 +87,10 @@ def _finish_kernel(
     ring_slots,
     ring_lanes,
     max_forced,
+    lane_stride,
+    field_stride,
+    split_stride,
+    SHARDED: tl.constexpr,
     TEMPERED: tl.constexpr,
     STOP_MASK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -107,19 +120,19 @@ def _finish_kernel(
     launch = tl.load(counter)
     split = tl.arange(0, BLOCK)
     inside = split < splits
-    place = partials + lane * FIELDS * splits + split
-    scores = tl.load(place + BEST * splits, mask=inside, other=float("-inf"))
-    ids = tl.load(place + BEST_ID * splits, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    logit_of_splits = tl.load(place + BEST_LOGIT * splits, mask=inside, other=0.0)
-    totals = tl.load(place + TOTAL * splits, mask=inside, other=0.0)
+    place = partials + lane * lane_stride + split * split_stride
+    scores = tl.load(place + BEST * field_stride, mask=inside, other=float("-inf"))
+    ids = tl.load(place + BEST_ID * field_stride, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    logit_of_splits = tl.load(place + BEST_LOGIT * field_stride, mask=inside, other=0.0)
+    totals = tl.load(place + TOTAL * field_stride, mask=inside, other=0.0)
     if SUMS:
-        maxima = tl.load(place + MAXIMUM * splits, mask=inside, other=float("-inf"))
+        maxima = tl.load(place + MAXIMUM * field_stride, mask=inside, other=float("-inf"))
         if TEMPERED:
-            tempered_totals = tl.load(place + TEMPERED_TOTAL * splits, mask=inside, other=0.0)
+            tempered_totals = tl.load(place + TEMPERED_TOTAL * field_stride, mask=inside, other=0.0)
         if SHAPES:
-            shaped_maxima = tl.load(place + SHAPED_MAXIMUM * splits, mask=inside, other=float("-inf"))
-            shaped_totals = tl.load(place + SHAPED_TOTAL * splits, mask=inside, other=0.0)
-            shaped_of_splits = tl.load(place + BEST_SHAPED * splits, mask=inside, other=0.0)
+            shaped_maxima = tl.load(place + SHAPED_MAXIMUM * field_stride, mask=inside, other=float("-inf"))
+            shaped_totals = tl.load(place + SHAPED_TOTAL * field_stride, mask=inside, other=0.0)
+            shaped_of_splits = tl.load(place + BEST_SHAPED * field_stride, mask=inside, other=0.0)
     status = tl.where(runs, _TOKEN, _IDLE)
     if starved is not None:
         status = tl.where(tl.load(starved + lane) != 0, _STARVED, status)
@@ -138,12 +151,14 @@ def _finish_kernel(
         emitted = tl.load(slots.emitted + slot)
         forced = tl.load(slots.forced_ids + slot * max_forced + tl.minimum(emitted, max_forced - 1)).to(tl.int32)
         forced = tl.where(held[0] >= 0, forced, -1)
-        if forced >= 0:
-            source = lane
-            if logit_rows is not None:
-                source = tl.load(logit_rows + lane)
-            token = tl.minimum(forced, vocab - 1)
-            logit = tl.load(logits + source.to(tl.int64) * stride + token)
+        # Of shards the forced id's own said that it won, with its logit.
+        if not SHARDED:
+            if forced >= 0:
+                source = lane
+                if logit_rows is not None:
+                    source = tl.load(logit_rows + lane)
+                token = tl.minimum(forced, vocab - 1)
+                logit = tl.load(logits + source.to(tl.int64) * stride + token)
         active = active | held[3] | held[4]
     if FILTERS:
         active = active | lane_filters(rows, num_rows, row)[3]
@@ -192,13 +207,15 @@ def _finish_kernel(
 
 
 def finish(
-    draw: Draw, partials: torch.Tensor, splits: Splits, ring: torch.Tensor, counter: torch.Tensor, *, num_warps: int = 1, pdl: bool = False
+    draw: Draw, partials: torch.Tensor, splits: int, ring: torch.Tensor, counter: torch.Tensor, *, num_warps: int = 1, pdl: bool = False
 ) -> None:
     """Combine the partial records, store each lane's result record, advance the rows that ran and end those that are done.
 
-    Shapes: `ring` int32 [slots, 6, lanes], pinned or on the device; `counter` int32 scalar. Mutates: the counter's ring slot,
-    the rows' state, counts and places of their sampling slots.
+    Shapes: `ring` int32 [slots, 6, lanes], pinned or on the device; `counter` int32 scalar; `partials` float32 [lanes, 9, splits], of
+    shards [splits, lanes, 9]. Mutates: the counter's ring slot, the rows' state, counts and places of their sampling slots.
     """
+    fields = FIELDS.value
+    strides = (fields * splits, splits, 1) if draw.shard is None else (fields, 1, draw.lanes * fields)
     assert ring.dtype == torch.int32 and ring.is_contiguous() and ring.shape[1] == RECORD_WORDS.value, (
         f"the ring has shape {tuple(ring.shape)}"
     )
@@ -213,16 +230,18 @@ def finish(
         slot_pointers(draw.slots) if draw.variant.slots else None,
         draw.starved,
         *draw.lanes_and_rows(),
-        draw.vocab,
+        draw.all_ids,
         draw.logits.stride(0),
-        splits.splits,
+        splits,
         ring.shape[0],
         ring.shape[2],
         draw.slots.forced_ids.shape[1],
+        *strides,
+        SHARDED=draw.shard is not None,
         FILTERS=draw.variant.filters,
         SUMS=draw.sums,
         **draw.flags(),
-        BLOCK=triton.next_power_of_2(splits.splits),
+        BLOCK=triton.next_power_of_2(splits),
         PDL=pdl,
         num_warps=num_warps,
         enable_fp_fusion=False,
@@ -230,19 +249,135 @@ def finish(
     )
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _pack_kernel(
+    logits,
+    partials,
+    records,
+    rows,
+    slots,
+    running,
+    lane_rows,
+    logit_rows,
+    num_rows,
+    vocab,
+    stride,
+    splits,
+    max_forced,
+    FIRST_ID: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    STOP_MASK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FILTERS: tl.constexpr,
+    MASKS_IDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SHAPES: tl.constexpr = STOP_MASK or SLOTS or FILTERS or MASKS_IDS
+    lane = tl.program_id(0)
+    row = lane
+    if lane_rows is not None:
+        row = tl.load(lane_rows + lane)
+    split = tl.arange(0, BLOCK)
+    inside = split < splits
+    place = partials + lane * FIELDS * splits + split
+    record = records + lane * FIELDS
+    scores = tl.load(place + BEST * splits, mask=inside, other=float("-inf"))
+    ids = tl.load(place + BEST_ID * splits, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    logit_of_splits = tl.load(place + BEST_LOGIT * splits, mask=inside, other=0.0)
+    totals = tl.load(place + TOTAL * splits, mask=inside, other=0.0)
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where(inside & (scores == best), ids, NO_ID), 0)
+    chosen = inside & (ids == token)
+    logit = tl.max(tl.where(chosen, logit_of_splits, float("-inf")), 0)
+    if SHAPES and SUMS:
+        shaped_of_splits = tl.load(place + BEST_SHAPED * splits, mask=inside, other=0.0)
+        tl.store(record + BEST_SHAPED, tl.max(tl.where(chosen, shaped_of_splits, float("-inf")), 0))
+    if SLOTS:
+        held = lane_slot(rows, slots, num_rows, row)
+        slot = tl.maximum(held[0], 0)
+        forced = tl.load(slots.forced_ids + slot * max_forced + tl.minimum(tl.load(slots.emitted + slot), max_forced - 1)).to(tl.int32)
+        forced = tl.where(held[0] >= 0, forced, -1)
+        if forced >= 0:
+            best = tl.full([], float("-inf"), tl.float32)
+            if (forced >= FIRST_ID) & (forced < FIRST_ID + vocab):
+                source = lane
+                if logit_rows is not None:
+                    source = tl.load(logit_rows + lane)
+                best = tl.full([], float("inf"), tl.float32)
+                token = forced
+                logit = tl.load(logits + source.to(tl.int64) * stride + forced - FIRST_ID)
+    tl.store(record + BEST, best)
+    tl.store(record + BEST_ID, token.to(tl.float32, bitcast=True))
+    tl.store(record + BEST_LOGIT, logit)
+    if SUMS:
+        maxima = tl.load(place + MAXIMUM * splits, mask=inside, other=float("-inf"))
+        maximum = tl.max(maxima, 0)
+        tl.store(record + MAXIMUM, maximum)
+        tl.store(record + TOTAL, tl.sum(_shares(maxima, totals, finite(maximum)), 0))
+        if TEMPERED:
+            divisor = lane_divisor(rows, num_rows, row)[0]
+            tempered_totals = tl.load(place + TEMPERED_TOTAL * splits, mask=inside, other=0.0)
+            tempered = tl.div_rn(finite(maximum), divisor)
+            tl.store(record + TEMPERED_TOTAL, tl.sum(_shares(tl.div_rn(maxima, divisor), tempered_totals, tempered), 0))
+        if SHAPES:
+            shaped_maxima = tl.load(place + SHAPED_MAXIMUM * splits, mask=inside, other=float("-inf"))
+            shaped_totals = tl.load(place + SHAPED_TOTAL * splits, mask=inside, other=0.0)
+            maximum = tl.max(shaped_maxima, 0)
+            tl.store(record + SHAPED_MAXIMUM, maximum)
+            tl.store(record + SHAPED_TOTAL, tl.sum(_shares(shaped_maxima, shaped_totals, finite(maximum)), 0))
+    else:
+        tl.store(record + TOTAL, tl.sum(totals, 0))
+
+
+def pack_records(draw: Draw, partials: torch.Tensor, splits: int, records: torch.Tensor) -> None:
+    """Merge each lane's partial records into one. Shapes: `records` float32 [lanes, 9]. Mutates: `records`."""
+    assert records.shape == (draw.lanes, FIELDS.value) and records.is_contiguous(), f"records have shape {tuple(records.shape)}"
+    _pack_kernel[(draw.lanes,)](
+        draw.logits,
+        partials,
+        records,
+        row_pointers(draw.state),
+        slot_pointers(draw.slots) if draw.variant.slots else None,
+        *draw.lanes_and_rows(),
+        draw.vocab,
+        draw.logits.stride(0),
+        splits,
+        draw.slots.forced_ids.shape[1],
+        FIRST_ID=draw.first_id,
+        FILTERS=draw.variant.filters,
+        SUMS=draw.sums,
+        **draw.flags(),
+        BLOCK=triton.next_power_of_2(splits),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWorkspace:
-    """Scratch between the launches of up to a number of lanes; `filters` only where the engine allows them."""
+    """Scratch between the launches of up to a number of lanes; `filters` only where the engine allows them.
+
+    Of a shard `records` [lanes * 9] are this rank's, `gathered` [ranks * lanes * 9] those of all.
+    """
 
     partials: torch.Tensor
     filters: FilterWorkspace | None
+    records: torch.Tensor
+    gathered: torch.Tensor
 
     @staticmethod
-    def allocate(max_lanes: int, vocab: int, device: torch.device, *, filters: bool) -> SampleWorkspace:
-        """Return a workspace. One serves all launches of a stream."""
+    def allocate(
+        max_lanes: int, vocab: int, device: torch.device, *, filters: bool, shard: VocabularyShard | None = None
+    ) -> SampleWorkspace:
+        """Return a workspace. One serves all launches of a stream. `vocab` is the number of ids that the logits cover."""
+        words = 0 if shard is None else max_lanes * FIELDS.value
+        whole = vocab if shard is None else shard.vocab_size
         return SampleWorkspace(
             partials=partial_records(max_lanes, vocab, device),
-            filters=FilterWorkspace.allocate(max_lanes, vocab, device) if filters else None,
+            filters=FilterWorkspace.allocate(max_lanes, whole, device) if filters else None,
+            records=torch.zeros(words, device=device),
+            gathered=torch.zeros(words * (1 if shard is None else shard.group.size), device=device),
         )
 
 
@@ -253,6 +388,15 @@ def sample(
     thresholds = None
     if draw.variant.filters:
         assert workspace.filters is not None, "the variant with filters needs a workspace allocated with filters=True"
-        find_thresholds(draw, workspace.filters, counter, kept=kept if draw.variant.kept else None, pdl=pdl)
+        whole = draw if draw.shard is None else replace(draw, logits=gather_scores(draw.logits, draw.shard), shard=None)
+        find_thresholds(whole, workspace.filters, counter, kept=kept if draw.variant.kept else None, pdl=pdl and draw.shard is None)
         thresholds = workspace.filters.thresholds
-    finish(draw, workspace.partials, reduce_logits(draw, workspace.partials, thresholds, pdl=pdl), ring, counter, pdl=pdl)
+    splits = reduce_logits(draw, workspace.partials, thresholds, pdl=pdl).splits
+    if draw.shard is None:
+        finish(draw, workspace.partials, splits, ring, counter, pdl=pdl)
+        return
+    group, words = draw.shard.group, draw.lanes * FIELDS.value
+    records = workspace.records[:words].view(draw.lanes, FIELDS.value)
+    pack_records(draw, workspace.partials, splits, records)
+    gathered = group.all_gather(records, workspace.gathered[: group.size * words].view(group.size, draw.lanes, FIELDS.value))
+    finish(draw, gathered, group.size, ring, counter)

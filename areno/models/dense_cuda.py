@@ -8,6 +8,10 @@ writes the buffers it is given. Few rows go through five launches a layer,
 more rows through the library's products with the small parts between them. `prefill` runs packed prompt chunks that may
 continue pages that are filled; it can be captured too where the device reads their lengths. Hidden states stay in the
 model's dtype between launches.
+
+A rank of several has its own heads, MLP columns and ids. Attention output and MLP output are then parts of sums: they go to a buffer
+of their own, are added up over the ranks, and join the residual together with the next norm. A kernel behind a collective is not
+started before that has ended.
 """
 
 from __future__ import annotations
@@ -112,7 +116,7 @@ class FusedDecoder:
 
     def __init__(self, model: DenseDecoder, store: KVStore, *, lanes: int, prefill_tokens: int, max_tokens: int, pdl: bool = True) -> None:
         config = model.config
-        self._model, self._store, self._config = model, store, config
+        self._model, self._store, self._config, self._group = model, store, config, model.group
         self._pdl = pdl and torch.cuda.get_device_capability(model.table.device) >= (9, 0)
         device, dtype = model.table.device, model.table.dtype
         self._scale = 1.0 / math.sqrt(config.head_dim)
@@ -156,7 +160,7 @@ class FusedDecoder:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """Rows of the token embedding. Shapes: [V, hidden]."""
+        """Rows of the token embedding, of a rank those of its ids. Shapes: [V, hidden]."""
         return self._model.embedding.weight
 
     def decode(self, lanes: LaneBuffers, x_BH: torch.Tensor, logits_BV: torch.Tensor, page_table_RP: torch.Tensor, *, span: int) -> None:
@@ -181,7 +185,9 @@ class FusedDecoder:
                     tiling=tiling,
                 )
         seen = _SeenRows(lanes=lanes, page_table=page_table_RP, work=work, max_chunks=max_chunks, tiling=tiling)
-        if fused:
+        if fused and self._group.size > 1:
+            self._decode_ranks(x_BH, logits_BV, seen)
+        elif fused:
             self._decode_fused(x_BH, logits_BV, seen)
         else:
             self._decode_products(x_BH, logits_BV, seen)
@@ -200,11 +206,38 @@ class FusedDecoder:
         norm = self._model.norm
         products.fused_norm_linear(x, norm.weight, norm.eps, self._model.head.weight, None, logits, workspace=split, pdl=pdl)
 
+    def _decode_ranks(self, x: torch.Tensor, logits: torch.Tensor, seen: _SeenRows) -> None:
+        """Run few rows where other ranks hold the rest of each layer."""
+        scratch, split, pdl = self._scratch.first(x.shape[0]), self._split, self._pdl
+        normed, delta, active, layers = scratch.normed, scratch.delta, scratch.active, self._model.layers
+
+        def multiply(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+            products.fused_norm_linear(source, None, 0.0, weight, bias, out, workspace=split, pdl=pdl)
+
+        rms_norm(x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed)
+        for index, layer in enumerate(layers):
+            following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
+            multiply(normed, layer.qkv.weight, layer.qkv.bias, scratch.qkv)
+            self._attend(index, layer, scratch.qkv, scratch.attended, seen)
+            multiply(scratch.attended, layer.output.weight, layer.output.bias, delta)
+            self._add(x, delta, layer.mlp_norm, normed)
+            linear = layer.gate_up
+            products.fused_norm_gate_up(normed, None, 0.0, linear.weight, linear.bias, active, workspace=split, pdl=pdl)
+            multiply(active, layer.down.weight, layer.down.bias, delta)
+            self._add(x, delta, following, normed)
+        multiply(normed, self._model.head.weight, None, logits)
+
+    def _add(self, x: torch.Tensor, delta: torch.Tensor, norm: RMSNorm, normed: torch.Tensor) -> None:
+        """Add `delta`, of all ranks, to the residual and norm it. Mutates: x, delta, normed."""
+        self._group.all_reduce_(delta)
+        add_rms_norm(x, delta, norm.weight, norm.eps, normed, pdl=self._pdl and self._group.size == 1)
+
     def _decode_products(self, x: torch.Tensor, logits: torch.Tensor, seen: _SeenRows) -> None:
         scratch = self._scratch.first(x.shape[0])
         normed = scratch.normed
         layers = self._model.layers
-        rms_norm(x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, normed, pdl=self._pdl)
+        first, alone = layers[0].attention_norm, self._group.size == 1
+        rms_norm(x, first.weight, first.eps, normed, pdl=self._pdl and alone)
         for index, layer in enumerate(layers):
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
             _product(normed, layer.qkv.weight, layer.qkv.bias, scratch.qkv)
@@ -248,11 +281,11 @@ class FusedDecoder:
         """Go from what was attended to the next layer's normed input. Mutates: x, scratch."""
         normed, delta = scratch.normed, scratch.delta
         _product(scratch.attended, layer.output.weight, layer.output.bias, delta)
-        add_rms_norm(x, delta, layer.mlp_norm.weight, layer.mlp_norm.eps, normed, pdl=self._pdl)
+        self._add(x, delta, layer.mlp_norm, normed)
         _product(normed, layer.gate_up.weight, layer.gate_up.bias, scratch.gate_up)
         silu_mul(scratch.gate_up, scratch.active, pdl=self._pdl)
         _product(scratch.active, layer.down.weight, layer.down.bias, delta)
-        add_rms_norm(x, delta, following.weight, following.eps, normed, pdl=self._pdl)
+        self._add(x, delta, following, normed)
 
     @property
     def prefilled(self) -> torch.Tensor:
@@ -265,7 +298,10 @@ class FusedDecoder:
         scratch = self._scratch.first(ids.shape[0])
         heads = (-1, config.num_heads, config.head_dim)
         q, attended = scratch.q.view(heads), scratch.attended.view(heads)
-        torch.index_select(self.embedding, 0, ids, out=scratch.x)
+        if self._group.size == 1:
+            torch.index_select(self.embedding, 0, ids, out=scratch.x)
+        else:
+            scratch.x.copy_(self._model.embedding(ids))
         rms_norm(scratch.x, layers[0].attention_norm.weight, layers[0].attention_norm.eps, scratch.normed)
         for index, layer in enumerate(layers):
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm

@@ -132,7 +132,9 @@ class Bench:
         return reduce_logits(draw, self.partials, thresholds, splits=case.splits, pdl=pdl)
 
     def finish(self, case: Case, index: int, *, pdl: bool = False) -> None:
-        finish(self.draw(case, index), self.partials, case.splits or Splits.of(case.lanes, VOCAB), self.ring, self.counter, pdl=pdl)
+        finish(
+            self.draw(case, index), self.partials, (case.splits or Splits.of(case.lanes, VOCAB)).splits, self.ring, self.counter, pdl=pdl
+        )
 
     def filter(self, case: Case, index: int, *, pdl: bool = False) -> None:
         if KINDS[case.kind][0].filters:

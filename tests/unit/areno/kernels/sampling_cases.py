@@ -178,7 +178,7 @@ def by_kernels(
         warps = max(1, min(16, filter_block // 256))
         find_thresholds(draw, workspace, counter, kept=kept if variant.kept else None, warps=warps)
         thresholds = workspace.thresholds
-    finish(draw, partials, reduce_logits(draw, partials, thresholds, splits=splits), ring, counter)
+    finish(draw, partials, reduce_logits(draw, partials, thresholds, splits=splits).splits, ring, counter)
     if device.type == "cuda":
         torch.cuda.synchronize()
     place = (launches - 1) % RING
