@@ -50,6 +50,8 @@ ROWS, PAGES = 16, 600
 LOADS = ("async", "async", "wire")
 MEMORY_MB = 40.0
 SETTLE_S = 20.0
+# A new host takes seconds on a busy machine: seldom enough that there is something to lose.
+HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", *["kill trainer"] * 2)
 MODES = ("inflight", "inflight", "abort_requests", "drain")
 
 
@@ -309,13 +311,14 @@ class Chaos:
             **counted,
             "accepted": stats["accepted"],
             "length": stats["length"],
+            "version": stats["version"],
             "host_starts": stats["host_starts"],
             "grown_mb": round(grown_mb, 1),
         }
 
     def _harm(self, client: rollout.Client, front: psutil.Process, workers: list[Worker]) -> None:
         """Do one bad thing."""
-        what = self._draw.choice(("kill load", "kill load", "stop load", "kill host", "stop host", "hang host", "kill trainer"))
+        what = self._draw.choice(HARM)
         self._done[what] += 1
         if what.endswith("host"):
             for host in front.children():
@@ -364,7 +367,7 @@ class Chaos:
         assert held == {**dict.fromkeys(held, 0), "open_calls": held["open_calls"]} and held["open_calls"] <= 1, held
         engine = stats["engine"]
         assert engine["free_pages"] + engine["cached_pages"] == PAGES and engine["rows_used"] == 0, engine
-        assert stats["length"] >= 20 and counted["async_length"] + counted["wire_length"] > 0, (stats, counted)
+        assert stats["length"] >= 20, f"too little went on to prove anything: {stats}, {counted}"
         assert grown_mb < MEMORY_MB, f"the front grew by {grown_mb:.0f} MB"
 
 

@@ -161,6 +161,10 @@ class Ledger:
         """Return the most bytes that one token of each row takes."""
         return BYTES_PER_TOKEN + self._keeps[rows] * KEPT_BYTES_PER_TOKEN
 
+    def have_ended(self, rows: np.ndarray) -> np.ndarray:
+        """Tell of each row in use whether it takes no tokens any more."""
+        return ~self._taking[rows]
+
     def row_record(self, row: int) -> Record:
         """Return the record of a row in use."""
         record = self._rows[row]

@@ -210,7 +210,7 @@ class Streams:
         """Return the endings that go with these ends, their texts, and which rows have nothing more to send."""
         complete = ends == self._ledger.tokens.lengths[rows]
         finished, texts = [], []
-        for index in np.flatnonzero(complete):
+        for index in np.flatnonzero(complete & self._ledger.have_ended(rows)):
             record = self._ledger.row_record(int(rows[index]))
             if record.terminal is not None:
                 finished.append(ending_fields(int(index), record, int(ends[index])))
