@@ -169,10 +169,9 @@ def _kind(value: Any) -> str:
     return "an object"
 
 
-class Hermes:
-    """One JSON object between `<tool_call>` and `</tool_call>`; arguments are an object, never a string holding one."""
+class _Tagged:
+    """A body between two markers."""
 
-    name = "hermes"
     _open, _close = "<tool_call>", "</tool_call>"
     longest_marker = len(_open)
 
@@ -180,17 +179,23 @@ class Hermes:
         at = text.find(self._open)
         return None if at < 0 else Opening(start=at, body_at=at + len(self._open), body=_Marked(self._close))
 
+    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
+        return _unclosed(closer)
+
+
+class Hermes(_Tagged):
+    """One JSON object between `<tool_call>` and `</tool_call>`; arguments are an object, never a string holding one."""
+
+    name = "hermes"
+
     def read(self, body: str, parameters: Parameters) -> list[WrittenCall]:
         try:
             return [_from_object(load_json(body), ("arguments",))]
         except ValueError as error:
             return [_not_json(error)]
 
-    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
-        return _unclosed(closer)
 
-
-class Qwen3Coder:
+class Qwen3Coder(_Tagged):
     """A function element with one parameter element for each argument, inside `<tool_call>` or bare.
 
     A value is text; it becomes what the tool's schema asks for (JSON, or Python's True, False and None).
@@ -200,7 +205,6 @@ class Qwen3Coder:
     _openings = re.compile(r"<tool_call>|(?=<function=)")
     _function = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*\Z", re.DOTALL)
     _parameter = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>\s*", re.DOTALL)
-    longest_marker = len("<tool_call>")
 
     def opening(self, text: str, *, fresh: bool, final: bool) -> Opening | None:
         found = self._openings.search(text)
@@ -214,37 +218,15 @@ class Qwen3Coder:
         function = self._function.match(body)
         if function is None:
             return [WrittenCall(problem="the call must be <function=name>, its parameters, </function>")]
-        name, rest = function.group(1).strip(), function.group(2)
-        schema = parameters(name)
-        properties = (schema or {}).get("properties", {})
-        arguments: dict[str, Any] = {}
-        at = 0
-        while rest[at:].strip():
-            found = self._parameter.match(rest, at)
-            if found is None:
-                return [WrittenCall(name=name, problem="each argument must be <parameter=key>value</parameter>")]
-            key = found.group(1).strip()
-            if key in arguments:
-                return [WrittenCall(name=name, problem=f"the parameter {key[:64]!r} is there twice")]
-            arguments[key] = _typed(found.group(2).removeprefix("\n").removesuffix("\n"), properties.get(key, {"type": "string"}))
-            at = found.end()
-        return [WrittenCall(name=name, arguments=arguments)]
-
-    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
-        return _unclosed(closer)
+        name = function.group(1).strip()
+        return [_from_pairs(name, function.group(2), self._parameter, "<parameter=key>value</parameter>", parameters)]
 
 
-class ArgKeys:
+class ArgKeys(_Tagged):
     """A name and an element for each key and each value, inside `<tool_call>`; values are typed as in `Qwen3Coder`."""
 
     name = "arg_keys"
-    _open, _close = "<tool_call>", "</tool_call>"
     _pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-    longest_marker = len(_open)
-
-    def opening(self, text: str, *, fresh: bool, final: bool) -> Opening | None:
-        at = text.find(self._open)
-        return None if at < 0 else Opening(start=at, body_at=at + len(self._open), body=_Marked(self._close))
 
     def read(self, body: str, parameters: Parameters) -> list[WrittenCall]:
         head, marker, rest = body.partition("<arg_key>")
@@ -253,22 +235,24 @@ class ArgKeys:
             return [
                 WrittenCall(problem="the call must be a name, then <arg_key>key</arg_key><arg_value>value</arg_value> for each argument")
             ]
-        properties = (parameters(name) or {}).get("properties", {})
-        arguments: dict[str, Any] = {}
-        at = 0
-        while rest[at:].strip():
-            found = self._pair.match(rest, at)
-            if found is None:
-                return [WrittenCall(name=name, problem="each argument must be <arg_key>key</arg_key><arg_value>value</arg_value>")]
-            key = found.group(1).strip()
-            if key in arguments:
-                return [WrittenCall(name=name, problem=f"the key {key[:64]!r} is there twice")]
-            arguments[key] = _typed(found.group(2), properties.get(key, {"type": "string"}))
-            at = found.end()
-        return [WrittenCall(name=name, arguments=arguments)]
+        return [_from_pairs(name, rest, self._pair, "<arg_key>key</arg_key><arg_value>value</arg_value>", parameters)]
 
-    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
-        return _unclosed(closer)
+
+def _from_pairs(name: str, text: str, pair: re.Pattern[str], form: str, parameters: Parameters) -> WrittenCall:
+    """Return the call whose arguments are pairs of a key and a value, each typed by the tool's schema."""
+    properties = (parameters(name) or {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    at = 0
+    while text[at:].strip():
+        found = pair.match(text, at)
+        if found is None:
+            return WrittenCall(name=name, problem=f"each argument must be {form}")
+        key = found.group(1).strip()
+        if key in arguments:
+            return WrittenCall(name=name, problem=f"the argument {key[:64]!r} is there twice")
+        arguments[key] = _typed(found.group(2).removeprefix("\n").removesuffix("\n"), properties.get(key, {"type": "string"}))
+        at = found.end()
+    return WrittenCall(name=name, arguments=arguments)
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -284,7 +268,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     return value if not fits or (not isinstance(value, str) and misfit(value, schema, "value") is None) else text
 
 
-class Mistral:
+class Mistral(_Tagged):
     """`[TOOL_CALLS]` and a list of JSON objects, or a name (with `[CALL_ID]...`, `[ARGS]`) and a JSON object."""
 
     name = "mistral"
@@ -306,9 +290,6 @@ class Mistral:
         if head:
             return [WrittenCall(name=name, arguments=value)]
         return [_from_object(one, ("arguments",)) for one in (value if isinstance(value, list) else [value])]
-
-    def unclosed(self, body: str, closer: str) -> list[WrittenCall]:
-        return _unclosed(closer)
 
 
 class _WholeReply:

@@ -109,3 +109,35 @@ def test_no_end_id_is_drawn_before_min_new_tokens_over_the_wire(client: rollout.
         assert len(generation.ids) >= 5 and not set(generation.ids[:5].tolist()) & set(ENDS.values())
         assert generation.behaviour_logprobs is not None
         assert (generation.behaviour_logprobs[:5] >= generation.logprobs[:5] - 1e-5).all()
+
+
+def test_branches_of_every_kind_over_the_service_have_the_references_log_probabilities_once_each(
+    client: rollout.Client, model: Any
+) -> None:
+    end = ENDS["<|im_end|>"]
+    thought = [*spelled("<think>\nhmm\n</think>\n\nhello"), end]
+
+    async def run() -> tuple[Episode, list[Any]]:
+        chat = chat_format("qwen3")
+        episode = Episode(client.aio, info=await client.aio.info(), format=chat, messages=USER, seed=6)
+        turns = [await episode.act(forced_ids=thought, max_new_tokens=len(thought))]
+        episode.observe(USER)  # drops the thinking
+        turns.append(await episode.act(max_new_tokens=10))
+        episode.retry()
+        turns.append(await episode.act(max_new_tokens=10))
+        agents = [episode.subagent(messages=[{"role": "user", "content": f"part {part}"}]) for part in range(3)]
+        turns += await asyncio.gather(*(agent.act(max_new_tokens=10) for agent in agents))
+        episode.compact([*USER, turns[0], *TOOL])
+        turns.append(await episode.act(max_new_tokens=10))
+        return episode, turns
+
+    episode, turns = asyncio.run(run())
+    episode.check_integrity()
+    rows = episode.rows()
+    assert [row.branch.kind for row in rows] == ["start", "rewrite", "retry", *["subagent"] * 3, "compaction"]
+    assert turns[1].ids.tolist() != turns[2].ids.tolist()
+    found = {turn.request_id: row.ids[turn.start : turn.end].tolist() for row in rows for turn in row.turns}
+    assert found == {turn.record.request_id: turn.ids.tolist() for turn in turns}
+    for row in rows:
+        wanted = reference_logprobs(model, row.ids, 1.0)
+        assert np.abs(wanted[row.mask[1:]] - row.logprobs[row.mask]).max() < 1e-4

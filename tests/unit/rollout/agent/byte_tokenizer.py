@@ -54,7 +54,9 @@ ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>"
 MERGES = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o"), ("Ċ", "Ċ"), ("o", "k")]
 
 
-def byte_tokenizer(*, adds_bos: bool = False, lowercase: bool = False) -> Tokenizer:
+def byte_tokenizer(
+    *, adds_bos: bool = False, lowercase: bool = False, special: Sequence[str] = SPECIAL, added: Sequence[str] = ADDED
+) -> Tokenizer:
     """Return a byte-level BPE whose longest merge is "hello"; control tokens come after the vocabulary."""
     vocab = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in MERGES:
@@ -64,8 +66,8 @@ def byte_tokenizer(*, adds_bos: bool = False, lowercase: bool = False) -> Tokeni
     tokenizer.decoder = decoders.ByteLevel()
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens([AddedToken(text, normalized=lowercase, special=False) for text in ADDED])
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(text, normalized=lowercase, special=False) for text in added])
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
     return tokenizer

@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from examples.agentic.smollm2 import find_gguf
 from rollout.agent import ChatFormat
-from tests.unit.rollout.agent.byte_tokenizer import MERGES
+from tests.unit.rollout.agent import byte_tokenizer as small_tokenizer
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -80,15 +80,7 @@ NAMES = (*_TRL, "smollm2", "ling", "ling keeping thinking")
 @functools.cache
 def byte_tokenizer() -> Tokenizer:
     """Return a byte-level BPE with every control token."""
-    vocab = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for left, right in MERGES:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED])
-    return tokenizer
+    return small_tokenizer.byte_tokenizer(special=SPECIAL, added=ADDED)
 
 
 @functools.cache

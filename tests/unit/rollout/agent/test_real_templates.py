@@ -191,7 +191,7 @@ def compare_with_full_rendering(fast: ChatFormat, end_text: str, *, seed: int) -
     slow, rng = fast.without_renderer(), random.Random(seed)
     assert fast.renderer is not None
     end = byte_tokenizer().token_to_id(end_text)
-    roles = [role for role in ("user", "tool", "tool") if role in fast.renderer.roles]
+    roles = [role for role in ("user", "user", "tool", "tool", "tool", "system") if role in fast.renderer.roles]
     answered = 0
     for _ in range(25):
         talk = [{"role": "user", "content": "go"}]
