@@ -20,6 +20,7 @@ from rollout.config import ServiceConfig, default_threads
 from rollout.environment_report import Finding, environment_report
 from rollout.errors import RolloutError, error_fields, error_from_fields
 from rollout.key_commands import app as keys_app
+from rollout.keys import LOCAL, KeyFolder
 from rollout.service.engine_host import checked_options, option_default
 from rollout.service.logs import set_up_logging
 
@@ -183,6 +184,9 @@ def serve(
             _print_json({"event": event, **fields})
         if event == "ready":
             argument = json.dumps(fields["address"]) if address or state_dir else ""
+            if state_dir and str(fields["address"]).startswith("tcp:") and not insecure:
+                # A client that does not know this state folder finds no key by itself.
+                argument += f", key={json.dumps(str(KeyFolder(config.state.keys).path(LOCAL)))}"
             print(SNIPPET.format(address=fields["address"], argument=argument), file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:

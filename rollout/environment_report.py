@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rollout.config import default_threads
 from rollout.state import STATE_VARIABLE, StateFolder, default_state_dir
+from rollout.wire.curve import has_curve
 from rollout.wire.transport import Context, Poller, Sent
 
 MIN_PYTHON = (3, 11)
@@ -79,6 +80,12 @@ def _threads() -> Finding:
     value = f"torch uses {threads} here, {usable} CPUs are usable; a service takes {default_threads()} unless --threads says otherwise"
     remedy = None if threads <= usable else f"set OMP_NUM_THREADS={usable} for a trainer, less beside a service"
     return Finding(name="cpu threads", ok=threads <= usable, value=value, remedy=remedy)
+
+
+def _encryption() -> Finding:
+    if has_curve():
+        return Finding(name="encryption", ok=True, value="libzmq has CURVE; TCP is encrypted")
+    return Finding(name="encryption", ok=False, value="this libzmq has no CURVE, so TCP is refused", remedy="install pyzmq from a wheel")
 
 
 def _cuda() -> Finding:
@@ -179,6 +186,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("python", _python),
     ("torch", _torch),
     ("cpu threads", _threads),
+    ("encryption", _encryption),
     ("cuda", _cuda),
     ("mapped memory", _mapped_memory),
     ("packages", _packages),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import ServiceConfig
+from rollout.service.engine_host import load_engine
 from rollout.service.front import _print_event, serve
 from tests.fakes import FakeEngine
 from tests.fuzz.audit import arm
@@ -31,6 +32,21 @@ class AuditedEngine(FakeEngine):
         """Whether a step would do something."""
         arm()
         return super().has_work
+
+
+def audited_real_engine(**options: Any) -> Any:
+    """Return the engine itself, whose host must behave likewise."""
+    engine = load_engine(**options)
+    kind = type(engine)
+
+    class Audited(kind):  # type: ignore[misc, valid-type]
+        @property
+        def has_work(self) -> bool:
+            arm()
+            return bool(super().has_work)
+
+    engine.__class__ = Audited
+    return engine
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import struct
@@ -26,6 +27,7 @@ from rollout.wire.messages import Op
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
 
 PROMPT = [31, 41, 59, 26]
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "agentic" / "tiny_model"
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +257,27 @@ def test_a_local_service_listens_on_no_port(tmp_path: Path) -> None:
         processes = [front, *front.children(recursive=True)]
         assert len(processes) >= 2
         assert [connection for process in processes for connection in process.net_connections("inet")] == []
+
+
+def test_serve_over_tcp_makes_the_keys_and_its_snippet_and_info_find_them(tmp_path: Path) -> None:
+    state, elsewhere = tmp_path / "served", {**os.environ, "ARENO_STATE_DIR": str(tmp_path / "elsewhere")}
+    command = [sys.executable, "-m", "rollout", "serve", "--model", str(MODEL), "--state-dir", str(state), "--address", "tcp://127.0.0.1:0"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--max-rows", "2", "--json"], stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["address"]
+        deadline = time.monotonic() + 20
+        while "Stop it" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        snippet = "\n".join(line.strip() for line in (tmp_path / "log").read_text().splitlines() if line.startswith("    "))
+        done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=60, env=elsewhere, check=True)
+        assert done.stdout.startswith("[")
+        ask = [sys.executable, "-m", "rollout", "info", "--address", address, "--json"]
+        told = subprocess.run([*ask, "--key", str(state / "keys" / "local.key")], capture_output=True, text=True, timeout=60, env=elsewhere)
+        assert json.loads(told.stdout)["address"] == address
+        refused = subprocess.run(ask, capture_output=True, text=True, timeout=60, env=elsewhere)
+        assert refused.returncode == 1 and json.loads(refused.stdout)["error"]["code"] == "access_denied"
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
