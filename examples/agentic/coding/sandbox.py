@@ -230,8 +230,8 @@ def bubblewrap_command(python: str, limits: Limits) -> list[str]:
 async def find_sandbox(limits: Limits | None = None, *, unsandboxed: bool = False, ways: Sequence[str] | None = None) -> Sandbox:
     """Return the first way that works here, tried by running a program in it. Raises: SandboxUnavailable naming the remedies."""
     limits = limits or Limits()
-    # The limit of processes does not bind root in a user namespace.
-    ways = ways or ("bubblewrap", "namespaces" if os.geteuid() == 0 else "user_namespaces")
+    # The limit of processes does not bind root in a user namespace, which bubblewrap makes.
+    ways = ways or (("namespaces", "bubblewrap") if os.geteuid() == 0 else ("bubblewrap", "user_namespaces"))
     if unsandboxed:
         return Sandbox("none", limits)
     reasons = []

@@ -112,17 +112,18 @@ for family, address in (
 
 @pytest.mark.timeout(60)
 def test_a_fork_bomb_is_bounded_and_leaves_no_process(sandbox: Sandbox) -> None:
+    if sandbox.name == "bubblewrap" and os.geteuid() == 0:
+        pytest.skip("the limit of processes does not bind root under bubblewrap, so find_sandbox prefers namespaces")
     before = {one.pid for one in psutil.process_iter()}
     code = "import os, time\nmade = 0\nwhile True:\n    try:\n        made += os.fork() > 0\n    except OSError:\n        time.sleep(0.2)\n"
     started = time.monotonic()
     done = run(sandbox, code, wall_s=1.5)
     assert done.ending in (Ending.TIME, Ending.EXIT) and time.monotonic() - started < 15
-    if sandbox.name != "bubblewrap" or os.geteuid() != 0:
-        count = (
-            "import os, time\nmade = 0\ntry:\n    for _ in range(200):\n        if os.fork() == 0:\n            time.sleep(9)\n"
-            "        made += 1\nexcept OSError:\n    print(made, flush=True)\nos._exit(0)\n"
-        )
-        assert 0 < int(run(sandbox, count).output) < LIMITS.processes
+    count = (
+        "import os, time\nmade = 0\ntry:\n    for _ in range(200):\n        if os.fork() == 0:\n            time.sleep(9)\n"
+        "        made += 1\nexcept OSError:\n    print(made, flush=True)\nos._exit(0)\n"
+    )
+    assert 0 < int(run(sandbox, count).output) < LIMITS.processes
     mine = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "/work/main.py" in (one.info["cmdline"] or [])]
     _, alive = psutil.wait_procs(mine, timeout=5)
     assert not alive
@@ -169,8 +170,9 @@ def test_where_nothing_works_the_remedies_are_named(
     broken.write_text("import sys\nsys.stderr.write('no jail: unshare: Operation not permitted')\nsys.exit(125)\n")
     monkeypatch.setattr(sandboxes, "JAIL", broken)
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
-    with pytest.raises(SandboxUnavailable, match=r"no bwrap.*not permitted.*install bubblewrap.*--unsandboxed"):
+    with pytest.raises(SandboxUnavailable, match=r"install bubblewrap.*--unsandboxed") as refused:
         asyncio.run(find_sandbox())
+    assert "there is no bwrap" in str(refused.value) and "Operation not permitted" in str(refused.value)
     with pytest.raises(SystemExit) as ended:
         main(["--groups", "1"])
     assert "--unsandboxed" in str(ended.value.code)

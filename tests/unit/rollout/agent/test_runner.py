@@ -338,3 +338,61 @@ def test_quick_answers_are_not_announced() -> None:
     client = always()
     run(tasks_of(3), client)
     assert client.waits == []
+
+
+class Chatty(Guess):
+    """Answers each turn at length."""
+
+    async def step(self, turn: Any) -> Step:
+        return Step(messages=[{"role": "user", "content": "blah " * 50}], done=turn.index >= 1)
+
+
+def beginning() -> int:
+    """Return the length of `Guess`'s first prompt."""
+    client = always()
+    run(tasks_of(1), client)
+    return len(client.requests[0][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "limits", "context", "turns"),
+    [
+        ("max_turns", Guess, {"max_turns": 1}, 0, 1),
+        ("max_total_tokens", Guess, {"max_total_tokens": 2}, 0, 1),  # in the first turn
+        ("max_total_tokens", Chatty, {"max_total_tokens": 60}, 0, 1),  # what the environment said has no room
+        ("context", Guess, {}, 2, 1),
+        ("context", Chatty, {}, 60, 1),
+        ("max_total_tokens", Guess, {"max_total_tokens": 0}, 0, 0),  # the prompt fills it
+    ],
+)
+def test_a_limit_of_any_kind_is_named_and_the_episode_is_scored(name: str, environment: Any, limits: Any, context: int, turns: int) -> None:
+    prompt = beginning()
+    bounds = {key: value + prompt if key == "max_total_tokens" else value for key, value in limits.items()}
+    client = always("okay")
+    client.max_model_len = prompt + context if context else 4096
+    (result,) = run(tasks_of(1, environment), client, limits=EpisodeLimits(**bounds))
+    assert (str(result.status), str(result.limit), result.failure.kind) == ("truncated", name, FailureKind.LIMIT)
+    assert (result.reward, result.num_turns) == (float(turns), turns)
+    most = bounds.get("max_total_tokens", client.max_model_len)
+    assert all(len(row) <= most for row in result.rows)
+
+
+@pytest.mark.parametrize("limit", ["max_total_tokens", "context"])
+def test_an_episode_that_ends_exactly_at_a_limit_is_done(limit: str) -> None:
+    class Once(Guess):
+        async def step(self, turn: Any) -> Step:
+            return Step(done=True)
+
+    prompt, client = beginning(), always("ok")
+    whole = prompt + 3
+    client.max_model_len = whole if limit == "context" else 4096
+    bounds = EpisodeLimits(max_total_tokens=whole) if limit == "max_total_tokens" else EpisodeLimits()
+    (result,) = run(tasks_of(1, Once), client, limits=bounds)
+    assert (result.status, result.limit, result.failure, result.reward) == (EpisodeStatus.DONE, None, None, 1.0)
+    assert len(result.rows[0]) == whole
+
+
+def test_a_turn_cut_by_its_own_limit_goes_on_and_says_so() -> None:
+    (result,) = run(tasks_of(1), always("okay"), limits=EpisodeLimits(max_new_tokens=2))
+    assert (result.status, result.num_turns, result.reward) == (EpisodeStatus.DONE, 2, 2.0)
+    assert [turn.finish_kind for turn in result.rows[0].turns] == ["length", "length"]

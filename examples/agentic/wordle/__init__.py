@@ -1,0 +1,1 @@
+"""A word-guessing game that a tiny model learns."""
