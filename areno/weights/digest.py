@@ -38,26 +38,35 @@ def signed(value: int) -> int:
 def mix64(x: np.ndarray) -> np.ndarray:
     """Return splitmix64 of each uint64: golden-ratio step, then the finaliser. Source: Steele et al. 2014."""
     x = x + np.uint64(_GOLDEN)
-    shifted = np.empty_like(x)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        x ^= np.right_shift(x, shift, out=shifted)
-        x *= factor
-    x ^= np.right_shift(x, 31, out=shifted)
+    _finalise(x, np.empty_like(x))
     return x
 
 
-def _make_factors(chunk: int) -> np.ndarray:
-    first = np.uint64(chunk * _CHUNK & MASK64)
-    factors = mix64(np.arange(_CHUNK, dtype=np.uint64) + first)
+def _finalise(x: np.ndarray, scratch: np.ndarray) -> None:
+    """Make splitmix64's output of its state. Mutates: both."""
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        x ^= np.right_shift(x, shift, out=scratch)
+        x *= factor
+    x ^= np.right_shift(x, 31, out=scratch)
+
+
+@functools.cache
+def _places() -> np.ndarray:
+    return np.arange(_CHUNK, dtype=np.uint64)
+
+
+def _write_factors(chunk: int, factors: np.ndarray, scratch: np.ndarray) -> None:
+    """Write the factors of a chunk's elements. Mutates: both arrays, of a chunk's size."""
+    np.add(_places(), np.uint64((chunk * _CHUNK + _GOLDEN) & MASK64), out=factors)
+    _finalise(factors, scratch)
     factors |= np.uint64(1)
+
+
+@functools.lru_cache(maxsize=_KEPT_CHUNKS)
+def _kept_factors(chunk: int) -> np.ndarray:
+    factors = np.empty(_CHUNK, np.uint64)
+    _write_factors(chunk, factors, np.empty_like(factors))
     return factors
-
-
-_kept_factors = functools.lru_cache(maxsize=_KEPT_CHUNKS)(_make_factors)
-
-
-def _factors(chunk: int) -> np.ndarray:
-    return _kept_factors(chunk) if chunk < _KEPT_CHUNKS else _make_factors(chunk)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,11 +91,17 @@ def digest_slice(tensor: torch.Tensor, start_index: int) -> int:
     # torch widens into memory of numpy's: a live tensor that numpy has seen could not give its memory back.
     widened = np.empty(min(size, _CHUNK), np.uint64)
     target = torch.from_numpy(widened.view(np.int64))
+    made, scratch = (np.empty(_CHUNK if start_index + size > _KEPT_CHUNKS * _CHUNK else 0, np.uint64) for _ in range(2))
     while done < size:
         chunk, offset = divmod(start_index + done, _CHUNK)
         count = min(_CHUNK - offset, size - done)
         target[:count].copy_(words[done : done + count])
-        total += int(np.einsum("i,i->", widened[:count], _factors(chunk)[offset : offset + count]))
+        if chunk < _KEPT_CHUNKS:
+            factors = _kept_factors(chunk)
+        else:
+            _write_factors(chunk, made, scratch)
+            factors = made
+        total += int(np.einsum("i,i->", widened[:count], factors[offset : offset + count]))
         done += count
     return total & MASK64
 

@@ -55,9 +55,10 @@ def test_slices_begun_at_their_own_index_add_up_across_chunk_borders() -> None:
 
 
 def test_far_elements_count_too() -> None:
-    tensor = torch.zeros(3_000_000)
-    tensor[2_999_999] = 1.5
-    assert digest(tensor) == (0x3FC00000 * (splitmix64(2_999_999) | 1)) & MASK64
+    tensor = torch.zeros(5_000_000)
+    for place in (2_999_999, 4_194_303, 4_194_304, 4_999_999):
+        tensor.zero_()[place] = 1.5
+        assert digest(tensor) == (0x3FC00000 * (splitmix64(place) | 1)) & MASK64
 
 
 def test_strides_do_not_matter_but_the_order_of_elements_does() -> None:
