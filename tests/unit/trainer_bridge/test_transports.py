@@ -183,14 +183,14 @@ def test_only_segments_of_dead_trainers_are_removed(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_first_that_works_and_says_why_not_the_others(tmp_path: Path) -> None:
-    service = FakeWeightService(tmp_path)
+    service, before = FakeWeightService(tmp_path), segments()
     report = WeightPush(service, TinyNet()).push()
     assert report.transport == "file"
     assert report.transport_reason.startswith("fastest that works; not cuda: the trainer's weights are on cpu")
     assert "; not memory: a dictionary has no memory of others" in report.transport_reason
     with pytest.raises(TransportUnusable, match=r"cuda: .* on cpu.*; memory: .*; file: .*; frames: .*; see what is said of each"):
         WeightPush(FakeWeightService(tmp_path / "gone"), TinyNet()).push()
-    assert segments() == set()
+    assert segments() <= before
 
 
 def test_an_asked_transport_is_not_replaced_and_an_unknown_one_lists_the_known(tmp_path: Path) -> None:
