@@ -102,11 +102,17 @@ class Conversation:
         marked = self._format.mark(messages, self._placeholders)
         grown = self._messages + marked
         added = self._added(marked)
-        if added is not None:
+        text = None
+        if added is None:
+            try:
+                text = self._render(grown)
+            except ChatFormatError as refused:
+                added = self._added_to_refused(marked, refused)
+        if text is None:
+            assert added is not None, "what follows the last reply is known"
             ids, forks = self._without_end(self._encode(added)), False
             self._row_text += [self._replies[-1].text, added]
         else:
-            text = self._render(grown)
             reply = self._replies[-1].text if self._replies else ""
             rest = _rest(text, "".join(self._row_text), reply, self._format.end_of_turn)
             forks = rest is None
@@ -141,6 +147,18 @@ class Conversation:
         if not found or name in added:
             raise _unusable("writes a reply not at all or more than once")
         return added
+
+    def _added_to_refused(self, marked: Sequence[Message], refused: ChatFormatError) -> str:
+        """Return what the template adds after the last turn where it takes no such history as a whole: some want calls that are no text.
+
+        Raises: what it refused the whole with, where it does not take the last exchange either.
+        """
+        try:
+            if self._replies:
+                return self._added_to_any_reply(marked)
+        except ChatFormatError:
+            pass  # the first refusal says more
+        raise refused
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids without the end of turn that the policy sampled itself."""

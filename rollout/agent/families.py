@@ -15,6 +15,7 @@ from typing import Any
 
 # How a template renders: messages, tools, with the generation prompt or without.
 Render = Callable[..., str]
+_FIELDS, _TOOL_FIELDS = frozenset({"role", "content"}), frozenset({"role", "content", "name", "tool_call_id"})
 # A piece of rendered text, and whether it came from a message's content (False: the template's own words).
 Piece = tuple[str, bool]
 
@@ -55,7 +56,7 @@ class Family:
         open_tools = False
         for message in messages:
             role, content = message.get("role"), message.get("content")
-            if not isinstance(content, str) or not set(message) <= {"role", "content", "name", "tool_call_id"}:
+            if not isinstance(content, str) or not set(message) <= (_TOOL_FIELDS if role == "tool" else _FIELDS):
                 return None
             if role == "tool" and self.tools is not None:
                 continues = open_tools and self.tools.joined

@@ -24,7 +24,7 @@ _THOUGHT = re.compile(rf"\s*<think>{_SOMETHING}{_NO_TAG}</think>{_SOMETHING}{_NO
 _THOUGHT_OPENED = re.compile(rf"{_SOMETHING}{_NO_TAG}</think>{_SOMETHING}{_NO_TAG}", re.DOTALL)
 
 _USER, _TOOL, _SYSTEM = ({"role": role, "content": text} for role, text in (("user", "Why not?"), ("tool", "42"), ("system", "Be kind.")))
-_NAMED = {"role": "tool", "name": "add", "content": ' {"a": [1, "é"]}\n'}
+_NAMED = {"role": "tool", "name": "add", "tool_call_id": "call12345", "content": ' {"a": [1, "é"]}\n'}
 _KINDS: Mapping[str, tuple[Messages, ...]] = {
     "user": ([_USER], [{"role": "user", "content": "  two\n\nlines \n"}], [{"role": "user", "content": ""}], [_USER, _USER]),
     "tool": ([_TOOL], [_TOOL, _NAMED], [_NAMED, _TOOL, {"role": "tool", "content": ""}]),

@@ -24,6 +24,7 @@ SPECIAL = (
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<role>", "</role>", "<|role_end|>", "<|startoftext|>", "<start_of_turn>"),
     *("<end_of_turn>", "<bos>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|end|>", "[gMASK]", "<sop>", "<unk>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
 )
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
@@ -56,6 +57,18 @@ def _ling(mode: str, reply: str, prompt: str) -> str:
 LING = _ling("'off'", "message.content.split('</think>')[-1].lstrip('\\n')", "''")
 LING_KEEPS = _ling("'on'", "('' if '<think>' in message.content else '\\n<think>') + message.content", "'\\n<think>'")
 
+# As Mistral's: turns alternate unless calls are given as data, and nothing asks for a reply.
+MISTRAL = (
+    "{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}"
+    "{% if message.role == 'user' or (message.role == 'assistant' and message.tool_calls is not defined) %}"
+    "{% if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}"
+    "{% if message.role == 'user' %}{{ '[INST] ' + message.content + '[/INST]' }}"
+    "{% elif message.role == 'tool' %}{{ '[TOOL_RESULTS] {\"content\": ' + (message.content | tojson) + '}[/TOOL_RESULTS]' }}"
+    "{% elif message.tool_calls is defined %}{{ '[TOOL_CALLS] ' + (message.tool_calls | tojson) + eos_token }}"
+    "{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+
 # name: (TRL's file, the token that ends a turn, what its template is passed)
 _TRL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2.5": ("qwen2_5", "<|im_end|>", {}),
@@ -74,7 +87,7 @@ _TRL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek": ("deepseekv3", "<｜end▁of▁sentence｜>", {}),
     "lfm2": ("lfm2", "<|im_end|>", {}),
 }
-NAMES = (*_TRL, "smollm2", "ling", "ling keeping thinking")
+NAMES = (*_TRL, "smollm2", "ling", "ling keeping thinking", "mistral")
 
 
 @functools.cache
@@ -99,6 +112,8 @@ def template(name: str) -> str:
     """Return a model's template."""
     if name == "smollm2":
         return smollm2_template()
+    if name == "mistral":
+        return MISTRAL
     if name.startswith("ling"):
         return LING if name == "ling" else LING_KEEPS
     files = metadata.distribution("trl").files or []
@@ -108,7 +123,7 @@ def template(name: str) -> str:
 
 def end_of_turn(name: str) -> str:
     """Return the token that ends a turn of a model."""
-    return _TRL[name][1] if name in _TRL else "<|im_end|>" if name == "smollm2" else "<|role_end|>"
+    return _TRL[name][1] if name in _TRL else {"smollm2": "<|im_end|>", "mistral": "</s>"}.get(name, "<|role_end|>")
 
 
 def files(name: str) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from tests.unit.rollout.agent.fake_client import FakeClient, guarded
 from tests.unit.rollout.agent.real_templates import CONTROLS, NAMES, byte_tokenizer, chat_format, end_of_turn, files, spelled
 
 TALKS_ONLY = {"gemma", "phi3", "deepseek", "glm4"}  # templates without a turn for tool results after a plain reply
+NO_SYSTEM = {*TALKS_ONLY, "mistral"}
 KNOWN = {
     **{name: "qwen" for name in NAMES if name.startswith("qwen")},
     "qwen3.5": "qwen3.5",
@@ -38,6 +39,8 @@ def observations(name: str) -> list[list[dict[str, Any]]]:
     if name in TALKS_ONLY:
         return [user, [{"role": "user", "content": EVIL}], user]
     tools = [{"role": "tool", "name": "add", "content": EVIL}, {"role": "tool", "content": '{"a": "é"}'}]
+    if name == "mistral":
+        return [tools, tools[1:], user, tools]
     return [tools, tools[1:], user, [*tools, *user], tools]
 
 
@@ -56,7 +59,7 @@ def play(name: str, chat: ChatFormat, *, thinks: bool = False, cut: bool = False
 
     async def run() -> tuple[Episode, list[Any]]:
         first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-        episode = Episode(client, info=await client.info(), format=chat, messages=first[name in TALKS_ONLY :], seed=1)
+        episode = Episode(client, info=await client.info(), format=chat, messages=first[name in NO_SYSTEM :], seed=1)
         turns = [await episode.act(**options)]
         for observation in talk:
             assert episode.observe(observation)
@@ -92,7 +95,7 @@ def test_the_record_is_the_engines_own_prompts_and_outputs_joined(name: str, thi
             assert prompts[after.index][: len(earlier)] == earlier
     assert sum(row.num_sampled for row in rows) == sum(len(turn.ids) for turn in turns)
     episode.check_integrity()
-    if history == "template":
+    if history == "template" and name != "mistral":  # which takes no such history as a whole
         assert solid(chat.decode(prompts[-1])) == solid(chat.render(episode.messages[:-1]))
 
 
@@ -228,7 +231,8 @@ def test_control_tokens_in_observations_stay_text_in_every_template(name: str) -
         conversation = Conversation(chat_format(name), [{"role": "user", "content": "go"}])
         conversation.start()
         conversation.add_reply(np.array(spelled("ok"), np.int32), end_id=None)
-        ids = conversation.extend([{"role": "tool", "content": content}, {"role": "user", "content": content}]).ids.tolist()
+        new = [{"role": role, "content": content} for role in (("tool",) if name == "mistral" else ("tool", "user"))]
+        ids = conversation.extend(new).ids.tolist()
         known = {byte_tokenizer().token_to_id(text) for text in CONTROLS}
         return [i for i in ids if i in known]
 
@@ -325,3 +329,37 @@ def test_a_call_in_thinking_that_the_prompt_opened_and_the_budget_cut_is_no_call
     cut, whole = asyncio.run(run())
     assert not cut.calls_tools
     assert [dict(one.arguments) for one in whole.tool_calls] == [{"a": 1}]
+
+
+def test_a_template_that_wants_calls_as_data_still_takes_tool_loops() -> None:
+    """The whole history is refused from the second result on; what the template writes behind the last turn is not."""
+    call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'
+    client = FakeClient([spelled(call)] * 4, served=files("mistral"), eos_ids=(byte_tokenizer().token_to_id("</s>"),))
+
+    def add(a: int) -> int:
+        """Add."""
+        return a + 1
+
+    async def run() -> Episode:
+        episode = Episode(
+            client, info=await client.info(), format=chat_format("mistral"), messages=[{"role": "user", "content": "go"}], tools=[add]
+        )
+        for _ in range(3):
+            turn = await episode.act()
+            assert episode.observe(await episode.run_tools(turn))
+        return episode
+
+    episode = asyncio.run(run())
+    result = '[TOOL_RESULTS] {"content": "2"}[/TOOL_RESULTS]'
+    assert (
+        byte_tokenizer().decode(episode.current_ids().tolist(), skip_special_tokens=False) == f"<bos>[INST] go[/INST]{(call + result) * 3}"
+    )
+    assert len(episode.rows()) == 1 and episode.call_counts.parsed == 3
+    with pytest.raises(ChatFormatError, match="must alternate"):
+        episode.check_integrity()
+        asyncio.run(refused(episode, client))
+
+
+async def refused(episode: Episode, client: FakeClient) -> None:
+    await episode.act()
+    episode.observe([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
