@@ -123,7 +123,9 @@ class Engine:
             config, self._device_limits, model_max_len=model_config.max_position_embeddings, token_kv_elements=token_kv_elements
         )
         if device.type == "cpu" and beside is None:
-            check_host_memory(config, resolved, resolved.page_size * token_kv_elements * getattr(torch, resolved.dtype).itemsize)
+            # All ranks are processes of this host.
+            token_bytes = self._group.size * token_kv_elements * getattr(torch, resolved.dtype).itemsize
+            check_host_memory(config, resolved, resolved.page_size * token_bytes)
         elif device.type != "cpu":
             check_kernels(config, resolved, local)
         self._ranks.bound_launches(resolved.run_ahead + 1)
