@@ -44,7 +44,7 @@ from tests.bench.scripted_engine import scripted_ids, scripted_service
 from tests.fakes import TENSORS, StreamReader, WireClient
 
 LEASE_S = 1.5
-HOST_TIMEOUT_S = 3.0
+HOST_TIMEOUT_S = 4.0
 STREAMS = 12
 ROWS, PAGES = 16, 600
 LOADS = ("async", "async", "wire")
@@ -204,27 +204,35 @@ def wire_load(address: str, seed: int, seconds: float) -> dict[str, int]:
     return dict(outcomes)
 
 
+def push(client: rollout.Client, draw: random.Random, mode: str) -> None:
+    """Push a version by file. Raises: what the service says; then nothing of it is open."""
+    ticket = client.weights_begin({name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in TENSORS.items()})
+    path = Path(client.info().weights_dir) / f"{secrets.token_hex(4)}.safetensors"
+    try:
+        save_file({name: np.full(shape, draw.random(), np.float32) for name, (_, shape) in TENSORS.items()}, path)
+        data = path.read_bytes()
+        client.weights_stage_file(ticket.update_id, str(path), size=len(data), xxh3=xxhash.xxh3_64_hexdigest(data))
+        client.weights_commit(ticket.update_id, mode=mode, drain_s=0.5)
+    except RolloutError:
+        with contextlib.suppress(RolloutError):
+            client.weights_abort(ticket.update_id)
+        raise
+    finally:
+        path.unlink()
+
+
 def trainer(address: str, seed: int, seconds: float) -> dict[str, int]:
-    """Push versions by file until the time is over; return how pushes ended."""
+    """Push versions until the time is over; return how pushes ended."""
     draw, ends_at, outcomes = random.Random(seed), time.monotonic() + seconds, Counter[str]()
     client = rollout.connect(address, timeout_s=20.0, name="trainer")
-    folder = Path(client.info().weights_dir)
     while time.monotonic() < ends_at:
         try:
-            ticket = client.weights_begin({name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in TENSORS.items()})
-            path = folder / f"{secrets.token_hex(4)}.safetensors"
-            save_file({name: np.full(shape, draw.random(), np.float32) for name, (_, shape) in TENSORS.items()}, path)
-            data = path.read_bytes()
-            client.weights_stage_file(ticket.update_id, str(path), size=len(data), xxh3=xxhash.xxh3_64_hexdigest(data))
-            path.unlink()
-            client.weights_commit(ticket.update_id, mode=draw.choice(MODES), drain_s=0.5)
+            push(client, draw, draw.choice(MODES))
             outcomes["pushed"] += 1
         except RolloutError as error:
             # A dead host, a drain that took too long, the update of a trainer that was killed: all say so by code.
             outcomes[error.code] += 1
             assert error.code in ("host_failed", "drain_timeout", "update_busy", "no_update", "server_restarted"), error
-            with contextlib.suppress(RolloutError, UnboundLocalError):
-                client.weights_abort(ticket.update_id)
         time.sleep(draw.uniform(0.1, 0.5))
     client.close()
     return dict(outcomes)
@@ -286,6 +294,7 @@ class Chaos:
         return Worker(kind, address, self._draw.randrange(2**31), left)
 
     def _break(self, client: rollout.Client, front: psutil.Process) -> dict[str, Any]:
+        push(client, self._draw, "inflight")
         self._ends_at = time.monotonic() + self._seconds
         workers = [self._start(kind, client.address) for kind in (*LOADS, "trainer")]
         settled_mb = 0.0

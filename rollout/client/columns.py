@@ -91,13 +91,13 @@ class _State(NamedTuple):
 class TokenLog:
     """See the module. `plain` says of all tokens what it says of a flush. One thread appends, any may read."""
 
-    __slots__ = ("_length", "_max_parts", "_own", "_shared", "_state", "plain")
+    __slots__ = ("_length", "_looked", "_max_parts", "_own", "_shared", "_state", "plain")
 
     def __init__(self, stagger: int) -> None:
         self.plain = True
         self._own = Columns.room_for(0)
         self._state = _State(self._own.read_only(), 0, [])
-        self._length = self._shared = 0
+        self._length = self._shared = self._looked = 0
         # Streams that begin together must not all copy in the same turn.
         self._max_parts = 1 + stagger % MAX_PARTS
 
@@ -127,6 +127,12 @@ class TokenLog:
         for name, own in zip(Columns._fields, self._own):
             own[settled : self._length] = packed[name]
         self._state = _State(Columns(*(column.view() for column in self._own)).read_only(), self._length, [])
+
+    def settle_idle(self) -> None:
+        """Settle if nothing came since the last call: a stream that waits must not keep what others have long read."""
+        if self._looked == self._length:
+            self.settle()
+        self._looked = self._length
 
     def find(self, start: int, stop: int) -> tuple[Columns, int, int]:
         """Return columns, not to be written, and where in them the tokens are; `stop` must come from a published length."""

@@ -252,6 +252,8 @@ class IoThread:
                 self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
                 if self._unacknowledged:
                     self._acknowledge([])
+            for record in list(self.streams.values()):
+                record.settle_idle()
         self._silent = self._silent or now - self._last_heard > self._timeout_s
         if self._silent or self._stopped is not None:
             self._fail_silent(now)

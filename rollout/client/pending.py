@@ -141,6 +141,10 @@ class StreamRecord(Pending):
         """Let go of the flushes that the tokens came with."""
         self._log.settle()
 
+    def settle_idle(self) -> None:
+        """The same, if nothing came since the last call."""
+        self._log.settle_idle()
+
     def is_whole(self, ending: Ending) -> bool:
         """Tell whether everything that an ending speaks of is here."""
         return self.length == self.base + ending.output_tokens and (self.prompt_score is not None or not ending.prompt_scored)

@@ -61,6 +61,17 @@ def test_a_log_lets_flushes_go_after_some_parts_and_sooner_after_large_ones() ->
         assert len(large._state.parts) <= 2
 
 
+def test_a_stream_that_waits_lets_the_flushes_go() -> None:
+    log = TokenLog(stagger=20)
+    log.append(flush_of(0, 2), 3, 5)
+    log.settle_idle()
+    assert log._state.parts, "it has just grown"
+    log.settle_idle()
+    assert not log._state.parts
+    log.append(flush_of(2, 3), 3, 6)
+    assert_is(log.cut(0, 5), 0, 5)
+
+
 def test_a_log_is_plain_until_something_of_the_behaviour_differs() -> None:
     log = TokenLog(stagger=0)
     log.append(flush_of(0, 2), 3, 5)
