@@ -29,6 +29,7 @@ from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.errors import (
     AccessDenied,
     ClientClosed,
+    InternalError,
     InvalidRequest,
     ProtocolMismatch,
     RolloutError,
@@ -39,7 +40,7 @@ from rollout.errors import (
     error_from_fields,
 )
 from rollout.standstill import StandstillClock
-from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode
+from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
 from rollout.wire.curve import ClientKey
 from rollout.wire.messages import CLIENT_REPLIES, MAX_NAMED_IDS, Deltas, Ending, ErrorBody, Op, Welcome
 from rollout.wire.security import control_address_for, missing_socket, new_token
@@ -436,10 +437,18 @@ class IoThread:
                 else:
                     self._fail(lambda _, error=error: error)  # type: ignore[misc]
                 continue
-            except WireError as error:
-                log.warning("a message from the service is not understood: %s", error)
+            except RolloutError as error:
+                self._not_understood(incoming.frames, error)
                 continue
             self._take(link, packet)
+
+    def _not_understood(self, frames: Sequence[bytes], error: RolloutError) -> None:
+        """Drop a message that is none; the call that it was to answer fails, since no other answer will come."""
+        log.warning("a message from the service is not understood: %s", error)
+        with contextlib.suppress(WireError):
+            call = self._calls.get(read_header(frames[0]).request_id)
+            if call is not None:
+                self._end(call[0], InternalError(f"the service's answer is not understood: {error.what}", limit=error.limit))
 
     def _take(self, link: _Link, packet: Packet) -> None:
         if isinstance(packet.body, Deltas):
@@ -570,10 +579,10 @@ class IoThread:
         raw_ids = arrays["request_ids"].tobytes()
         ends = np.cumsum(arrays["counts"], dtype=np.int64)
         total = int(ends[-1]) if ends.size else 0
-        columns = _flush_columns(arrays, total)
+        fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and _counts_fit(arrays, total)
+        columns = _flush_columns(arrays, total) if fits else None
         extras = FlushExtras(arrays, body, num_streams=ends.size, num_tokens=total)
-        fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and extras.fits
-        if not fits or any(len(column) != total for column in columns):
+        if columns is None or not extras.fits or any(len(column) != total for column in columns):
             log.error("a flush whose arrays do not fit together is dropped")
             return
         flush = FlushColumns(columns)
@@ -651,6 +660,16 @@ class IoThread:
         self._continued[wire_id] = record
         self._tell(record)
         self._send(self._data, frames)
+
+
+def _counts_fit(arrays: Arrays, total: int) -> bool:
+    """Tell whether a flush's counts are about the tokens that came; until then nothing is made of their size."""
+    if total != arrays["token_ids"].size or (total and int(arrays["counts"].min()) < 0):
+        return False
+    values, counts = arrays["version_values"], arrays["version_counts"]
+    if values.size != counts.size or (counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= total):
+        return False
+    return int(counts.sum()) == total
 
 
 def _flush_columns(arrays: Arrays, total: int) -> Columns:

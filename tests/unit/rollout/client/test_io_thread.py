@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
+import numpy as np
 import pytest
 
 from rollout.client.blocking import Client, connect
@@ -393,3 +394,39 @@ def test_an_ending_without_its_prompt_score_makes_the_client_attach_again(front:
         front.deltas(request_id, 1, [], seq=2, ending=ending, extra=score)
         found = future.result(5).prompt_logprobs
         assert (found.start, found.version, found.logprobs.tolist(), found.raw_logprobs.tolist()) == (1, 4, [-1, -2], [-3, -4])
+
+
+def test_an_answer_that_is_not_understood_fails_its_call_and_leaves_the_client_usable(
+    front: ScriptedFront, pool: ThreadPoolExecutor
+) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.stats)
+        call = front.expect(Op.STATS).request_id
+        front.send(Op.STATS_RESULT, call, {"values": {}, "bogus": 1})
+        with pytest.raises(InternalError, match="not understood: unknown field 'bogus'"):
+            future.result(5)
+        again = pool.submit(client.stats)
+        front.send(Op.STATS_RESULT, front.expect(Op.STATS).request_id, {"values": {"live": 0}})
+        assert again.result(5)["live"] == 0
+
+
+@pytest.mark.parametrize("lie", [{"counts": np.array([2**31 - 1], np.int32)}, {"version_counts": np.array([2**40], np.int64)}])
+def test_a_flush_that_claims_more_tokens_than_it_has_costs_no_memory(
+    front: ScriptedFront, pool: ThreadPoolExecutor, lie: dict[str, np.ndarray]
+) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=2)
+        request_id = front.expect(Op.GENERATE).request_id
+        whole = {
+            "request_ids": np.frombuffer(request_id, np.uint8).reshape(1, 16),
+            "offsets": np.zeros(1, np.int64),
+            "counts": np.ones(1, np.int32),
+            "token_ids": np.ones(1, np.int32),
+            "version_values": np.zeros(1, np.int64),
+            "version_counts": np.ones(1, np.int64),
+        }
+        began = time.monotonic()
+        front.send(Op.DELTAS, bytes(16), {"seq": 1}, {**whole, **lie})
+        front.deltas(request_id, 0, [11, 12], seq=2, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12]
+        assert time.monotonic() - began < 2.0
