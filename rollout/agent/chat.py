@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout.agent.call_forms import form_of_template
-from rollout.agent.controls import ControlText, Placeholders
+from rollout.agent.controls import Behind, ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
 from rollout.agent.families import Piece
 from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
@@ -170,11 +170,11 @@ class ChatFormat:
     def text_ids(self, text: str) -> np.ndarray:
         """Return the ids of plain text: control tokens stay text; a start token comes first if the tokenizer adds one."""
         start = [] if self._bos is None else [self._bos]
-        return np.array(start + self._controls.encode_plain(_clean(text), inner=False), np.int32)
+        return np.array(start + self._controls.encode_plain(_clean(text), behind="nothing"), np.int32)
 
     def fragment_ids(self, text: str) -> np.ndarray:
         """Return the ids of a piece of text inside a row, in which nothing is a control token, int32 [n]."""
-        return np.array(self._controls.encode_plain(text, inner=True) if text else [], np.int32)
+        return np.array(self._controls.encode_plain(text, behind="text") if text else [], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids, control tokens included. For people and parsers: never encode the result."""
@@ -248,9 +248,12 @@ class ChatFormat:
         untrusted = np.repeat(np.array([untrusted for _, untrusted in pieces], np.bool_), [len(piece) for piece, _ in pieces])
         return hide_joined(text, marked, untrusted, self._controls, placeholders)
 
-    def encode_rendered(self, text: str, placeholders: Placeholders) -> np.ndarray:
-        """Return the ids of text rendered from marked messages, int32 [n]. Raises: UntrustedControlToken."""
-        return np.array(self._controls.encode_rendered(text, placeholders), np.int32)
+    def encode_rendered(self, text: str, placeholders: Placeholders, *, behind: Behind = "nothing") -> np.ndarray:
+        """Return the ids of text rendered from marked messages that stands behind what is named, int32 [n].
+
+        Raises: UntrustedControlToken.
+        """
+        return np.array(self._controls.encode_rendered(text, placeholders, behind=behind), np.int32)
 
     def _find_end_of_turn(self) -> int | None:
         """Return the control id that the template writes right after a reply, None if it writes none."""

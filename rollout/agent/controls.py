@@ -14,9 +14,12 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from rollout.agent.errors import UntrustedControlToken
+
+# What a piece of text stands behind in its row: the row's beginning, a control token, or ordinary text.
+Behind = Literal["nothing", "control", "text"]
 
 
 class Placeholders:
@@ -76,7 +79,7 @@ class ControlText:
     Every added token counts as control, special or not: `<tool_call>` and `<think>` are as binding as the end of a turn.
     """
 
-    __slots__ = ("_full", "_lead", "_plain", "_strips", "contents", "ids", "normalizes", "pattern")
+    __slots__ = ("_full", "_leads", "_plain", "_strips", "contents", "ids", "normalizes", "pattern")
 
     def __init__(self, tokenizer: Any):
         from tokenizers import Tokenizer
@@ -92,10 +95,15 @@ class ControlText:
         description["added_tokens"] = []
         description["post_processor"] = None
         self._plain = Tokenizer.from_str(json.dumps(description))
-        self._lead = self._find_lead()
+        self._leads: dict[Behind, str] = {"nothing": "", "control": self._lead_behind_control(), "text": self._lead_behind_text()}
 
-    def _find_lead(self) -> str:
-        """Return text that must go before an inner piece, so that it is encoded as it is behind a control token."""
+    def _lead_behind_text(self) -> str:
+        """Return text that must go before a piece, so that it is encoded as it is behind ordinary text."""
+        alone, lead, both = (self._plain.encode(text, add_special_tokens=False).ids for text in ("a", "\n", "\na"))
+        return "" if both[len(lead) :] == alone else "\n"
+
+    def _lead_behind_control(self) -> str:
+        """Return text that must go before a piece, so that it is encoded as it is behind a control token."""
         alone = self._plain.encode("a", add_special_tokens=False).ids
         for token, (_, rstrip) in self._strips.items():
             inside = self._full.encode(token + "a", add_special_tokens=False).ids[1:]
@@ -111,19 +119,20 @@ class ControlText:
         """Return the control ids that `text` encodes to, in order."""
         return [i for i in self.encode_trusted(text) if i in self.ids]
 
-    def encode_trusted(self, text: str) -> list[int]:
-        """Return the ids of text that may hold control tokens; nothing is added at either end."""
-        return self._full.encode(text, add_special_tokens=False).ids
+    def encode_trusted(self, text: str, *, behind: Behind = "nothing") -> list[int]:
+        """Return the ids of text that may hold control tokens and stands behind what is named; nothing is added at either end."""
+        return self._piece(self._full, text, behind)
 
-    def encode_plain(self, text: str, *, inner: bool) -> list[int]:
-        """Return the ids of text in which nothing is a control token; `inner` says that other ids come before it.
+    def encode_plain(self, text: str, *, behind: Behind) -> list[int]:
+        """Return the ids of text in which nothing is a control token and that stands behind what is named.
 
         Raises: UntrustedControlToken when the vocabulary leaves no other way to write the text.
         """
-        ids = self._encode_piece(text, inner=inner)
+        ids = self._piece(self._plain, text, behind)
         if self.ids.isdisjoint(ids):
             return ids
-        ids = [i for character in text for i in self._encode_piece(character, inner=True)]
+        places: list[Behind] = [behind, *(["text"] * (len(text) - 1))]  # type: ignore[list-item]
+        ids = [i for character, place in zip(text, places) for i in self._piece(self._plain, character, place)]
         if self.ids.isdisjoint(ids):
             return ids
         raise UntrustedControlToken(
@@ -134,31 +143,32 @@ class ControlText:
             remedy="replace these characters before you observe them",
         )
 
-    def _encode_piece(self, text: str, *, inner: bool) -> list[int]:
-        if inner and self._lead:
-            # Some tokenizers put a space before the first word of a text, but not behind a control token in it.
-            lead = self._plain.encode(self._lead, add_special_tokens=False).ids
-            ids = self._plain.encode(self._lead + text, add_special_tokens=False).ids
-            if ids[: len(lead)] == lead:
-                return ids[len(lead) :]
-        return self._plain.encode(text, add_special_tokens=False).ids
+    def _piece(self, tokenizer: Any, text: str, behind: Behind) -> list[int]:
+        """Return the ids of a piece: some tokenizers put a space before the first word of a text, but not inside it."""
+        lead = self._leads[behind]
+        if lead:
+            before = tokenizer.encode(lead, add_special_tokens=False).ids
+            ids = tokenizer.encode(lead + text, add_special_tokens=False).ids
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_rendered(self, text: str, placeholders: Placeholders) -> list[int]:
-        """Return the ids of rendered text: the template's control tokens are control, the hidden ones are text."""
+    def encode_rendered(self, text: str, placeholders: Placeholders, *, behind: Behind = "nothing") -> list[int]:
+        """Return the ids of rendered text behind what is named: the template's control tokens are control, the hidden ones are text."""
         hidden = placeholders.pattern()
         if hidden is None or not hidden.search(text):
-            return self.encode_trusted(text)
+            return self.encode_trusted(text, behind=behind)
         ids: list[int] = []
         clean_from = 0
         for start, end in self._plain_runs(text):
             if not hidden.search(text, start, end):
                 continue
             if clean_from < start:
-                ids += self.encode_trusted(text[clean_from:start])
-            ids += self.encode_plain(placeholders.restore(text[start:end]), inner=start > 0)
+                ids += self.encode_trusted(text[clean_from:start], behind="control" if clean_from else behind)
+            ids += self.encode_plain(placeholders.restore(text[start:end]), behind="control" if start else behind)
             clean_from = end
         if clean_from < len(text):
-            ids += self.encode_trusted(text[clean_from:])
+            ids += self.encode_trusted(text[clean_from:], behind="control" if clean_from else behind)
         return ids
 
     def _plain_runs(self, text: str) -> Iterable[tuple[int, int]]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rollout.agent.chat import ChatFormat, Message
+from rollout.agent.controls import Behind
 from rollout.agent.errors import ChatFormatError
 from rollout.agent.families import Piece
 from rollout.agent.renderer import ReplyShape, shape_of
@@ -75,7 +76,7 @@ class Conversation:
         text = self._render(self._messages)
         self._row_text = [text]
         if not self._replies:
-            return self._encode(text)
+            return self._encode(text, behind="nothing")
         self._shapes = self._thinking_in(text)
         return self._rewritten(self._messages, text)
 
@@ -186,8 +187,8 @@ class Conversation:
     def _render(self, messages: Sequence[Message]) -> str:
         return self._format.render_marked(messages, self._placeholders, tools=self._tools)
 
-    def _encode(self, text: str) -> np.ndarray:
-        return self._format.encode_rendered(text, self._placeholders)
+    def _encode(self, text: str, *, behind: Behind = "text") -> np.ndarray:
+        return self._format.encode_rendered(text, self._placeholders, behind=behind)
 
     def _rewritten(self, messages: list[dict[str, Any]], text: str) -> np.ndarray:
         """Return the ids of rewritten history: the template's text encoded, surviving replies by their sampled ids."""
@@ -198,7 +199,7 @@ class Conversation:
             # The template treats replies with thinking unlike those without, so what stands in for them must think as they do.
             outside, present = self._around(messages, [part for reply in self._replies for part in _parts(reply)])
             kept = _between(text, outside)
-        ids = [self._encode(outside[0])]
+        ids = [self._encode(outside[0], behind="nothing")]
         for part, found, after in zip(present, kept, outside[1:]):
             ids += [self._surviving_ids(part, found), self._encode(after)]
         return np.concatenate(ids)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout.agent import ChatFormat, ChatFormatError
+from rollout.agent.conversation import Conversation
 from rollout.agent.errors import UntrustedControlToken
 from tests.unit.rollout.agent.byte_tokenizer import ADDED, CHATML, LLAMA, SMOL, SPECIAL, THINKING, control_id, files, find, spelled
 
@@ -209,3 +211,17 @@ def test_loading_and_rendering_a_format_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["[]", "False"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("content", ["more", "say <|im_end|> now"])
+def test_what_follows_a_turn_without_an_end_token_is_encoded_as_what_stands_inside_a_text(scheme: str, content: str) -> None:
+    given = {**_word_marked(scheme), "chat_template.jinja": b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"}
+    chat = ChatFormat(given)
+    conversation = Conversation(chat, [{"role": "user", "content": "go"}])
+    row = conversation.start().tolist()
+    said = chat.fragment_ids(" hi").tolist()
+    conversation.add_reply(np.array(said, np.int32), end_id=None)
+    row += said + conversation.extend([{"role": "user", "content": content}]).ids.tolist()
+    talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": content}]
+    assert row == chat.prompt_ids(talk).tolist()
