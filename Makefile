@@ -4,7 +4,7 @@
 #   SYSTEM_TORCH=1           keep the torch of that interpreter: .venv sees its packages and installs no torch
 #   TORCH_INDEX=URL          take torch from this package index; give PyTorch's CPU index (named on its
 #                            install page) where the default index would bring gigabytes of CUDA libraries
-#   TEST_WORKERS=N           processes that share the tests of `make test` (default 2)
+#   TEST_WORKERS=N           processes that share the tests of `make test` (default 2, or 3 with 8 GB of free memory)
 #   VENV=DIR                 where the environment lies (default .venv)
 #   MIN_FREE_MB=N            refuse to install with less free disk (default: enough for a CPU install)
 
@@ -33,8 +33,9 @@ SEEDS ?= 0 1 2
 BENCH ?= host_overhead
 CHAOS_S ?= 600
 TEST_ARGS ?=
-# Processes that share the tests, a file each at a time; two suit two cores and any memory.
-TEST_WORKERS ?= 2
+# Processes that share the tests, a file each at a time: two suit two cores, and a third, where there is memory for it, uses the
+# time in which tests wait for leases and other processes.
+TEST_WORKERS ?= $(shell awk '/^MemAvailable/ { print ($$2 > 8000000) ? 3 : 2 }' /proc/meminfo 2>/dev/null || echo 2)
 DEMO_ARGS ?=
 
 export PIP_RETRIES

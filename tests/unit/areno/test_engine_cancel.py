@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areno import Engine, FinishKind
+from tests.crossed import every_pair
 from tests.engine_runs import Recorder, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import reference_model, write_checkpoint
 
@@ -23,9 +24,7 @@ def _engine(folder: Path, path: str, run_ahead: int) -> Engine:
     return make_engine(folder, decode_tables=path, run_ahead=run_ahead, max_prefill_tokens=16)
 
 
-@pytest.mark.parametrize("path", ["resident", "rebuilt"])
-@pytest.mark.parametrize("run_ahead", [0, 2])
-@pytest.mark.parametrize("steps", range(12))
+@every_pair(steps=range(12), path=["resident", "rebuilt"], run_ahead=[0, 2])
 def test_a_cancel_after_any_number_of_steps_ends_the_request_once_with_its_real_tokens(
     llama: Path, path: str, run_ahead: int, steps: int
 ) -> None:

@@ -19,11 +19,12 @@ from areno.decode.rebuilt import RebuiltPath
 from areno.decode.resident import ResidentPath
 from areno.sampling.penalties import SlotTables
 from tests.bench.decode_runs import recorded
+from tests.crossed import every_pair, every_value
 from tests.engine_runs import Output, generate, make_engine, random_prompt, reference_gap, request, run
 from tests.fixtures_models import reference_model, write_checkpoint
 
 PATHS = pytest.mark.parametrize("path", ["resident", "rebuilt"])
-LATE = pytest.mark.parametrize("run_ahead", [0, 2])
+BOTH = every_value(path=["resident", "rebuilt"], run_ahead=[0, 2])
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,7 @@ def _same(found: dict[int, Output], wanted: dict[int, Output]) -> None:
         assert np.allclose(found[number].logprobs, want.logprobs, atol=1e-4, rtol=0)
 
 
-@PATHS
-@LATE
+@BOTH
 def test_page_growth_gives_a_row_all_the_pages_it_comes_to_need(folder: Path, path: str, run_ahead: int) -> None:
     prompt = random_prompt(np.random.default_rng(0), 6, 7)
     engine = make_engine(folder, decode_tables=path, run_ahead=run_ahead, page_size=4, num_pages=60)
@@ -88,8 +88,7 @@ def test_storage_stays_at_one_address_over_a_whole_run(folder: Path, path: str) 
     assert min(stats[name] for name in ("moves", "cancelled", "stop", "length", "grown_pages")) > 0
 
 
-@PATHS
-@LATE
+@BOTH
 def test_rows_that_were_moved_down_go_on_beside_those_that_refill_their_places(folder: Path, path: str, run_ahead: int) -> None:
     rng = np.random.default_rng(2)
     # The short ones leave holes below the long ones, which move down; then new ones take the rows behind them.
@@ -103,8 +102,7 @@ def test_rows_that_were_moved_down_go_on_beside_those_that_refill_their_places(f
     _same(found, _alone(folder, [*first, *later]))
 
 
-@PATHS
-@LATE
+@BOTH
 def test_a_sampling_slot_that_is_used_again_holds_nothing_of_its_last_owner(folder: Path, path: str, run_ahead: int) -> None:
     rng = np.random.default_rng(3)
     shaped: list[dict[str, Any]] = [
@@ -123,9 +121,7 @@ def test_a_sampling_slot_that_is_used_again_holds_nothing_of_its_last_owner(fold
     assert engine.stats()["free_sampling_slots"] == 1
 
 
-@PATHS
-@LATE
-@pytest.mark.parametrize("place", [0, 1, 5])
+@every_pair(place=[0, 1, 5], path=["resident", "rebuilt"], run_ahead=[0, 2])
 def test_a_stop_token_ends_its_row_where_it_comes_and_is_named(folder: Path, path: str, run_ahead: int, place: int) -> None:
     stop_ids = list(range(100, 116))
     requests = []
@@ -139,8 +135,7 @@ def test_a_stop_token_ends_its_row_where_it_comes_and_is_named(folder: Path, pat
         assert output.end.reason.kind is FinishKind.STOP and output.end.reason.stop_id == stop_ids[number]
 
 
-@PATHS
-@LATE
+@BOTH
 def test_a_row_ends_at_its_budget_and_at_the_end_of_the_context(folder: Path, path: str, run_ahead: int) -> None:
     engine = make_engine(folder, decode_tables=path, run_ahead=run_ahead, max_model_len=40, page_size=4)
     prompts = {0: 3, 1: 3, 2: 3, 3: 39, 4: 20}
@@ -153,8 +148,7 @@ def test_a_row_ends_at_its_budget_and_at_the_end_of_the_context(folder: Path, pa
         assert len(output.ids) == budgets[number] and output.end.reason.kind is FinishKind.LENGTH
 
 
-@PATHS
-@LATE
+@BOTH
 def test_a_batch_that_shrinks_runs_ever_smaller_buckets_and_loses_no_row(folder: Path, path: str, run_ahead: int) -> None:
     rng = np.random.default_rng(5)
     # Sixteen rows, of which 8, 4, 2 and 1 go on for longer; the long ones are spread over the rows.
