@@ -88,6 +88,7 @@ def test_an_agent_loop_notices_nothing_of_an_update(client: rollout.Client, fold
         trainer.join()
     assert not failures
     seen: set[int] = set()
+    cuts = 0
     for episode, policy in zip(episodes, policies):
         (row,) = episode.rows()
         assert [turn.end - turn.start for turn in row.turns] == [TURN_TOKENS] * 4
@@ -99,8 +100,18 @@ def test_an_agent_loop_notices_nothing_of_an_update(client: rollout.Client, fold
                 for version in np.unique(versions):
                     expected = reference_logprobs(models[int(version)], ids)[turn.start - 1 :]
                     assert np.abs(expected - logprobs)[versions == version].max() < 1e-4
-            elif mode != "abort_requests":
-                expected = reference_keep_logprobs(models, ids, expand_spans(turn.kv_spans, turn.end - 1))[turn.start - 1 :]
+                continue
+            expected = reference_keep_logprobs(models, ids, expand_spans(turn.kv_spans, turn.end - 1))[turn.start - 1 :]
+            if mode != "abort_requests":
                 assert np.abs(expected - logprobs).max() < 1e-4
+                continue
+            # The spans are of the last request that a cut turn became; before its first cut a first turn had one version's cache.
+            last = versions == versions[-1]
+            cuts += int(not last.all())
+            assert np.abs(expected - logprobs)[last].max() < 1e-4
+            if turn is row.turns[0]:
+                expected = reference_logprobs(models[int(versions[0])], ids)[turn.start - 1 :]
+                assert np.abs(expected - logprobs)[versions == versions[0]].max() < 1e-4
     assert len(models) >= 3 and len(seen) >= 2 and min(seen) >= first
+    assert (cuts > 0) == (mode == "abort_requests"), "turns of both policies are cut"
     assert client.stats()["failed"] == 0
