@@ -22,7 +22,7 @@ from rollout.agent.environment import Environment
 from rollout.agent.episode import EpisodeStatus, PolicyClient
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
-from rollout.agent.runner import RELEASE_WAIT_S, EpisodeResult, EpisodeRun, EpisodeTask, PhaseTimeouts
+from rollout.agent.runner import RELEASE_WAIT_S, EpisodeResult, EpisodeRun, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.turn import TurnSampling
 
 CancelWhen: TypeAlias = Callable[[Sequence[EpisodeResult]], bool]
@@ -268,7 +268,7 @@ async def run_groups(
     `cancel_when(finished)` is asked after each member's end, with the results of those that ended (scored or failed) in their order;
     True lets the rest of the group go. A member that failed for reasons of the infrastructure that may pass is played again, with other
     draws, up to `max_attempts` times in all. Groups are drawn when there is room. An error in a callback ends the run.
-    Raises: as `run_episodes`.
+    Warns and raises: as `run_episodes`.
     """
     _check_count("concurrency", concurrency, 1)
     _check_count("max_attempts", max_attempts, 1)
@@ -294,6 +294,7 @@ async def run_groups(
             # The members line up before the next group is drawn.
             for _ in range(2):
                 await asyncio.sleep(0)
+    calls_of(result for group in results.values() for result in group.results).warn_if_none_parsed()
     return [results[number] for number in sorted(results)]
 
 

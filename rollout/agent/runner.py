@@ -457,11 +457,12 @@ async def run_episodes(
     async with asyncio.TaskGroup() as workers:
         for _ in range(concurrency if total is None else min(concurrency, total)):
             workers.create_task(work())
-    _calls_of(results.values()).warn_if_none_parsed()
+    calls_of(results.values()).warn_if_none_parsed()
     return [results[number] for number in sorted(results)]
 
 
-def _calls_of(results: Iterable[EpisodeResult]) -> CallCounts:
+def calls_of(results: Iterable[EpisodeResult]) -> CallCounts:
+    """Return the tool calls of a run's episodes."""
     counts = CallCounts()
     for result in results:
         counts.add(CallCounts(result.good_calls, result.bad_calls, result.turns_without_calls))

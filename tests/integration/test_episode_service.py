@@ -18,6 +18,7 @@ from rollout.agent import (
     EpisodeStatus,
     EpisodeTask,
     FailureKind,
+    NoToolCalls,
     PhaseTimeouts,
     Start,
     Step,
@@ -113,7 +114,8 @@ class Talk:
 
 def test_rows_of_a_run_have_the_references_log_probabilities(client: rollout.Client, folder: Path) -> None:
     tasks = [task for seed in range(4) for task in group_tasks(Talk, seed=seed, members=4, group=seed)]
-    results = asyncio.run(run_episodes(client.aio, tasks, concurrency=16, sampling=TurnSampling(temperature=1.2, max_new_tokens=12)))
+    with pytest.warns(NoToolCalls):  # the model is random
+        results = asyncio.run(run_episodes(client.aio, tasks, concurrency=16, sampling=TurnSampling(temperature=1.2, max_new_tokens=12)))
     assert [result.reward for result in results] == [3.0] * 16
     assert check_against_reference(folder, [row for result in results for row in result.rows]) > 300
     again = asyncio.run(run_episodes(client.aio, tasks[5:6], sampling=TurnSampling(temperature=1.2, max_new_tokens=12)))
