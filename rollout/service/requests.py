@@ -31,6 +31,7 @@ from rollout.service.host_link import HostLink
 from rollout.service.ledger import Ledger
 from rollout.service.records import PromptScore, Record, RecordState, Reservation
 from rollout.service.sessions import Channel, Session, SessionBook
+from rollout.service.step_check import check_step
 from rollout.service.stop_desk import StopDesk
 from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
@@ -310,8 +311,9 @@ class RequestDesk:
             self._link.send(Op.KILL, {"engine_id": record.engine_id, "kind": kind, "detail": detail})
 
     def take_step(self, packet: Packet) -> None:
-        """Take what the engine learned in some steps."""
+        """Take what the engine learned in some steps. Raises: WireError for arrays that do not fit together."""
         body, arrays = packet.body, packet.arrays
+        check_step(arrays)
         assert isinstance(body, Step)
         for engine_id in arrays["accepted"].tolist():
             record = self._ledger.by_engine_id(engine_id)

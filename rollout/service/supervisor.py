@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from rollout.errors import HostFailed, InternalError, RolloutError, error_fields
+from rollout.errors import HostFailed, InternalError, RolloutError, error_fields, plain_text
 from rollout.service.admission import Admission
 from rollout.service.calls import Calls
 from rollout.service.control import ControlDesk
@@ -74,8 +74,9 @@ class Supervisor:
             self._probe.heard(time.monotonic())
             if isinstance(packet, BadMessage):
                 self._bad_message(packet)
-            else:
-                self._take(packet)
+            elif not self._took(packet):
+                self._link.kill()
+                break
         status = self._link.exited()
         if status is not None:
             self._exited(status)
@@ -101,6 +102,18 @@ class Supervisor:
             self._link.kill()
         else:
             self._calls.fail(bad.call_id, InternalError(f"the engine host's answer is broken: {bad.error.what}", limit=bad.error.limit))
+
+    def _took(self, packet: Packet) -> bool:
+        """Take a message; False if that is not possible, after which its host is of no use: clients need not suffer for its faults."""
+        try:
+            self._take(packet)
+        except Exception as error:
+            log.exception("a message of the engine host could not be taken")
+            self._cause = InternalError(
+                f"the engine host sent what does not fit together: {type(error).__name__}: {plain_text(str(error), 300)}"
+            )
+            return False
+        return True
 
     def _take(self, packet: Packet) -> None:
         body = packet.body
@@ -132,7 +145,8 @@ class Supervisor:
 
     def _exited(self, status: int) -> None:
         for packet in self._link.last_words():
-            self._take(packet)
+            if not self._took(packet):
+                break
         cause = self._cause
         now = time.monotonic()
         self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]

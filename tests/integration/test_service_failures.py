@@ -32,6 +32,7 @@ from rollout.errors import (
 from rollout.service.front import Front
 from rollout.state import StateFolder
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
+from tests.integration.unfit_engine import UNFIT
 
 LONG = 20_000
 
@@ -343,3 +344,11 @@ def test_after_a_killed_front_no_call_waits_its_whole_time_out_again(tmp_path: P
             with pytest.raises(ServerUnavailable, match="rollout check"):
                 client.info()
         assert time.monotonic() - began < 1.0
+
+
+def test_a_host_whose_step_does_not_fit_together_is_replaced_and_the_front_lives(tmp_path: Path) -> None:
+    with fake_service(tmp_path, engine="tests.integration.unfit_engine:UnfitEngine") as client:
+        with pytest.raises(RequestFailed, match=r"does not fit together.*logprobs"):
+            client.generate([UNFIT], max_new_tokens=3)
+        assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
+        assert client.stats()["host_starts"] == 2
