@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -61,12 +62,18 @@ class _News:
     Apart from `AsyncStream`, which the stream's record must not keep alive: a stream that nobody holds is abandoned.
     """
 
-    __slots__ = ("_future", "_listener", "loop")
+    __slots__ = ("_future", "_listener", "_thread", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.loop = loop
+        self.loop, self._thread = loop, threading.get_ident()
         self._future: asyncio.Future[None] | None = None
         self._listener: Listener | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether these news come to the running event loop; a thread runs one at a time."""
+        # Cheaper than to ask for the running loop, which asks the system for this process's number.
+        return self.loop is not None and self._thread == threading.get_ident() and not self.loop.is_closed()
 
     def join(self, record: StreamRecord) -> None:
         """Begin to listen."""
@@ -130,10 +137,10 @@ class AsyncStream:
 
     def _listen(self) -> _News:
         """Return what wakes this event loop."""
-        loop, news = asyncio.get_running_loop(), self._news
-        if news.loop is not loop:
+        news = self._news
+        if not news.is_here:
             news.leave(self._record)
-            news = self._news = _News(loop)
+            news = self._news = _News(asyncio.get_running_loop())
             news.join(self._record)
         return news
 

@@ -52,12 +52,13 @@ class Tally:
         expected = deltas = 0
         async for delta in client.stream([1, 2, 3], max_new_tokens=tokens, seed=seed, ignore_eos=True):
             assert delta.offset == expected, "a token came twice or never"
+            count = len(delta.ids)
             assert delta.logprobs is not None and delta.raw_logprobs is not None
-            expected += len(delta.ids)
+            expected += count
             deltas += 1
             if deltas == 1 and not self.began:
                 self.began = time.monotonic()
-            if deltas % SAMPLED_DELTAS == seed % SAMPLED_DELTAS and deltas > 1 and len(delta.ids):
+            if deltas % SAMPLED_DELTAS == seed % SAMPLED_DELTAS and deltas > 1 and count:
                 self.samples.append((time.monotonic(), delta.raw_logprobs))
         assert expected == tokens, f"{expected} of {tokens} tokens came"
         self.ended = time.monotonic()

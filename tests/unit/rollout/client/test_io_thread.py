@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -430,3 +431,20 @@ def test_a_flush_that_claims_more_tokens_than_it_has_costs_no_memory(
         front.deltas(request_id, 0, [11, 12], seq=2, kind="length")
         assert future.result(5).ids.tolist() == [11, 12]
         assert time.monotonic() - began < 2.0
+
+
+def test_a_stream_is_read_on_in_another_event_loop_and_has_one_reader_at_a_time(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        stream = client.aio.stream([1], max_new_tokens=3)
+        request_id = front.expect(Op.GENERATE).request_id
+
+        async def next_ids(send: bool) -> list[int]:
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.05)
+            with pytest.raises(RuntimeError, match="one reader at a time"):
+                await anext(stream)
+            front.deltas(request_id, 2 * send, [11 + send] if send else [10, 11], seq=1 + send, kind="length" if send else None)
+            return list((await reading).ids)
+
+        assert asyncio.run(next_ids(False)) == [10, 11]
+        assert pool.submit(lambda: asyncio.run(next_ids(True))).result(10) == [12]
