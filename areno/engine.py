@@ -569,6 +569,7 @@ class Engine:
         """
         return dict(self._table.views)
 
+    @on_device
     def whole_tensor(self, name: str) -> torch.Tensor:
         """Return a live tensor by its Hugging Face name, whole, to be read at once and never written. Raises: Asleep, EngineFailure."""
         if self._moved_out is not None:

@@ -18,9 +18,11 @@ from areno.commands import DecodeLaunch
 from areno.config import RESERVED_PAGES
 from areno.decode.deltas import DeltaPacker
 from areno.decode.results import ResultRing
+from areno.parallel import TPGroup
 from areno.request import MAX_STOP_IDS
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
+from tests.bench.rank_runs import ranks_of
 
 VARIANTS = ("resident", "rebuilt")
 SCRIPTED = Variant(noise=True, slots=True, sums=True)
@@ -39,8 +41,18 @@ class Pair:
 class Company:
     """Engines over one model. `shared_bytes` is the device memory of weights, pages and buffers that all of them use."""
 
-    def __init__(self, model: str, *, load_format: str, device: str, max_rows: int, longest: int, prompts: tuple[int, ...]) -> None:
-        self._prompts = prompts
+    def __init__(
+        self,
+        model: str,
+        *,
+        load_format: str,
+        device: str,
+        max_rows: int,
+        longest: int,
+        prompts: tuple[int, ...],
+        group: TPGroup | None = None,
+    ) -> None:
+        self._prompts, self.group = prompts, group or TPGroup.single()
         before = _allocated()
         config = EngineConfig(
             model=model,
@@ -54,7 +66,7 @@ class Company:
             sampling_slots=0,
             graphs=False,
         )
-        self._owner = Engine(config)
+        self._owner = self._in_step(Engine(config, ranks=ranks_of(self.group)))
         self.info = self._owner.info
         self.on_card = self.info.device != "cpu"
         self._roots: dict[str, Engine] = {"eager": self._owner}
@@ -64,7 +76,7 @@ class Company:
     def root(self, mode: str) -> Engine:
         """Return the engine of a mode whose captured prompts its pairs use."""
         if mode not in self._roots:
-            self._roots[mode] = self._owner.twin(graphs=True)
+            self._roots[mode] = self._in_step(self._owner.twin(graphs=True))
             self._warm_prompts(self._roots[mode])
         return self._roots[mode]
 
@@ -73,10 +85,15 @@ class Company:
         root, engines, own = self.root(mode), {}, {}
         for name in VARIANTS:
             before = _allocated()
-            engines[name] = root.twin(decode_tables=name, max_rows=batch, sampling_slots=batch)
+            engines[name] = self._in_step(root.twin(decode_tables=name, max_rows=batch, sampling_slots=batch))
             warm(engines[name], variant)
             own[name] = _allocated() - before
         return Pair(engines=engines, own_bytes=own)
+
+    def _in_step(self, engine: Engine) -> Engine:
+        """Let results of an engine that is one of several ranks come alike on all of them."""
+        engine._ring.lock_step = self.group.size > 1
+        return engine
 
     def _warm_prompts(self, engine: Engine) -> None:
         """Run prompts of all sizes that refills come to, twice each: the second time they are captured, where that is done."""
@@ -106,7 +123,7 @@ def warm(engine: Engine, variant: Variant) -> None:
             for _ in range(2):
                 path.steps.run(kind, path.memory_of(kind))
         kind = path.steps.kind_of(_launch(buckets[-1], 1, variant))
-        logits = torch.zeros((1, engine.info.vocab_size), device=engine.info.device)
+        logits = torch.zeros_like(path.steps._logits[:1])
         numbers = torch.arange(buckets[-1], dtype=torch.int32, device=engine.info.device)
         for count in range(1, engine.info.max_rows + 1):
             rows = numbers[:count], torch.zeros_like(numbers[:count])

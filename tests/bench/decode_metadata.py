@@ -11,6 +11,7 @@ cancelled request's late tokens count for nobody.
     python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
     python -m tests.bench.decode_metadata --model PATH --greedy                  (the production sampler)
     python -m tests.bench.decode_metadata --tiny --profile resident              (traces of one path in place of the comparison)
+    python -m tests.bench.decode_metadata --tiny --tp 2                          (two ranks side by side, in lock step: see `rank_runs`)
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import numpy as np
 import torch
 
 from areno import Engine, InvalidConfig
-from tests.bench import decode_trace, shapes
+from tests.bench import decode_trace, rank_runs, shapes
 from tests.bench.decode_engines import GREEDY, SCRIPTED, VARIANTS, Company, Pair, graph_ms, step_name
 from tests.bench.decode_report import problems, table
 from tests.bench.decode_runs import CONTRACT, Gap, Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
 from tests.bench.device_trace import read_trace, summarise
+from tests.bench.rank_runs import agree
 from tests.bench.record import arguments, compose, keep
 
 LAG = 2
@@ -57,7 +59,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, shared_bytes: int) -> dict[str, Any]:
+def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Company) -> dict[str, Any]:
     """Run one scenario on both engines and return its figures.
 
     Timed are at least `pairs` pairs of runs, and more while their interval is wide and `budget_s` not spent.
@@ -75,7 +77,12 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, shared_byte
         steps[name] = step_name(engine, launches)
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
     started, number = time.perf_counter(), 0
-    while number < pairs or (time.perf_counter() - started < budget_s and number < MAX_PAIRS and not _is_narrow(_ratios(runs, plan))):
+
+    def goes_on() -> bool:
+        more = time.perf_counter() - started < budget_s and number < MAX_PAIRS and not _is_narrow(_ratios(runs, plan))
+        return number < pairs or (budget_s > 0 and agree(company.group, more))
+
+    while goes_on():
         for name in VARIANTS if number % 2 else reversed(VARIANTS):
             runs[name].append(run_plan(pair.engines[name], plan))
         number += 1
@@ -84,7 +91,7 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, shared_byte
         **_parity(parity, free),
         **_speed(runs, plan),
         **{f"{name}_step": step for name, step in steps.items()},
-        **_memory(pair, runs, shared_bytes),
+        **_memory(pair, runs, company.shared_bytes),
     }
 
 
@@ -172,7 +179,7 @@ def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--greedy", action="store_true", help="the production sampler at temperature 0 in place of scripted tokens")
     parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case, at least")
     parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for further pairs of a case whose interval is wide")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    rank_runs.add_options(parser)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", choices=VARIANTS, help="record each case of this path with torch.profiler; traces lie beside --output")
     parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths, taken in turn")
@@ -192,7 +199,12 @@ def settle(options: argparse.Namespace) -> None:
         _require(getattr(options, name) >= low, name, getattr(options, name), f"at least {low}", f"raise --{name}")
     _require(min(options.batches) >= 1, "batches", options.batches, "at least 1 row", "raise --batches")
     _require(min(options.prompts) >= 1, "prompts", options.prompts, "at least 1 token", "raise --prompts")
-    _require(options.tp == 1, "tp", options.tp, "one rank for now: the engine runs on one device", "leave --tp out")
+    devices = torch.cuda.device_count() if on_card else rank_runs.MOST_ON_CPU
+    _require(1 <= options.tp <= devices, "tp", options.tp, f"a device for each rank; {devices} are there", "lower --tp")
+    _require(options.tp == 1 or not options.profile, "profile", options.profile, "traces are of one rank", "leave --tp out")
+    if options.rank is not None:
+        options.device = f"cuda:{options.rank}" if on_card else "cpu"
+        options.output = options.output if options.rank == 0 else None
     _require(on_card or not options.profile, "profile", options.profile, "a device is profiled", "run this where a CUDA device is")
     _require(on_card or "graph" not in options.modes, "modes", options.modes, "graphs are of a CUDA device", "use --modes eager")
 
@@ -215,6 +227,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         max_rows=max(options.batches),
         longest=max(CONTEXT, longest) if options.kind == "cuda" else longest,
         prompts=options.prompts,
+        group=rank_runs.join(options, options.kind),
     )
     info, rows = company.info, []
     config = {
@@ -226,6 +239,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "num_pages": info.num_pages,
         "pairs_at_least": options.repeats,
         "budget_s": options.budget_s,
+        "tp": options.tp,
         **sizes,
     }
     for batch in options.batches:
@@ -242,14 +256,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     rows.append(
                         {
                             **case,
-                            **run_case(pair, plan, pairs=options.repeats, budget_s=options.budget_s, shared_bytes=company.shared_bytes),
+                            **run_case(pair, plan, pairs=options.repeats, budget_s=options.budget_s, company=company),
                         }
                     )
                     if mode == "graph" and scenario == "steady":
                         rows[-1] |= _delay(pair, rows[-1], load)
                 keep(compose("decode_metadata", config, rows), options.output)
                 progress = decode_trace.table(rows[-1:]) if options.profile else table(rows[-1:], heading=len(rows) == 1)
-                print(progress, file=sys.stderr, flush=True)
+                if not options.rank:
+                    print(progress, file=sys.stderr, flush=True)
     return compose("decode_metadata", config, rows)
 
 
@@ -257,6 +272,8 @@ def main(arguments_given: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, write; exit with what is wrong where the paths differ, or with --check where a promise is missed."""
     options = parse(arguments_given)
     settle(options)
+    if options.tp > 1 and options.rank is None:
+        raise SystemExit(rank_runs.start("tests.bench.decode_metadata", arguments_given or sys.argv[1:], options.tp))
     result = measure(options)
     if not options.json:
         print(decode_trace.table(result["rows"]) if options.profile else table(result["rows"], heading=True))

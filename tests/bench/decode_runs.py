@@ -179,12 +179,12 @@ def recorded(engine: Engine) -> Iterator[list[DecodeLaunch]]:
 def lock_step(engine: Engine, run_ahead: int) -> Iterator[None]:
     """Let an idle engine's results come exactly `run_ahead` launches late, on a device too."""
     ring = engine._ring
-    usual = ring.run_ahead
+    usual = ring.run_ahead, ring.lock_step
     ring.run_ahead, ring.lock_step = run_ahead, True
     try:
         yield
     finally:
-        ring.run_ahead, ring.lock_step = usual, False
+        ring.run_ahead, ring.lock_step = usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

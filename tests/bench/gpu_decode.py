@@ -5,6 +5,7 @@ start-up cancel out, delivery of every token to the caller is in. Prefix cache o
 `Engine.step` outside waiting for the device, per step. Not timed: loading, capture. Medians of repeats.
 
     python -m tests.bench.gpu_decode --models qwen3-tiny qwen3-0.6b qwen3-8b --json
+    python -m tests.bench.gpu_decode --models qwen3-8b --tp 1 2 --json           (cards of one host; `ratio_to_tp1` where 1 comes first)
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def _host_s(engine: Engine) -> float:
 
 
 def measure(
-    model: str, batches: list[int], *, modes: list[str], repeats: int, options: dict[str, Any], log: bool = False
+    model: str, batches: list[int], *, modes: list[str], repeats: int, options: dict[str, Any], tp: int = 1, log: bool = False
 ) -> list[dict[str, Any]]:
     """Return one row per batch and mode."""
     engine = Engine(
-        EngineConfig(model=shapes.write(model), load_format="dummy", seed=0, prefix_cache=False, max_rows=max(batches), **options)
+        EngineConfig(model=shapes.write(model), load_format="dummy", seed=0, prefix_cache=False, max_rows=max(batches), tp=tp, **options)
     )
     rng = np.random.default_rng(0)
     rows = []
@@ -74,6 +75,7 @@ def measure(
                     "model": model,
                     "mode": mode,
                     "batch": batch,
+                    "tp": tp,
                     "step_ms": step,
                     "min_step_ms": min(steps),
                     "max_step_ms": max(steps),
@@ -94,15 +96,22 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--modes", nargs="+", default=["sampled"], choices=sorted(MODES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tp", nargs="+", type=int, default=[1], help="numbers of tensor-parallel ranks, one after the other")
     parser.add_argument(
         "--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="an integer option of EngineConfig"
     )
     options = parser.parse_args()
     engine_options = {name: int(value) for name, value in options.option}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model in options.models:
-        rows += measure(model, options.batches, modes=options.modes, repeats=options.repeats, options=engine_options, log=not options.json)
-        torch.cuda.empty_cache()
+        for tp in options.tp:
+            given = {"modes": options.modes, "repeats": options.repeats, "options": engine_options, "tp": tp, "log": not options.json}
+            rows += measure(model, options.batches, **given)
+            torch.cuda.empty_cache()
+    alone = {(row["model"], row["mode"], row["batch"]): row["step_ms"] for row in rows if row["tp"] == 1}
+    for row in rows:
+        one = alone.get((row["model"], row["mode"], row["batch"]))
+        row["ratio_to_tp1"] = row["step_ms"] / one if one is not None and row["tp"] > 1 else None
     config = {"prompts": PROMPTS, "steps": STEPS, "repeats": options.repeats, "engine": engine_options, "modes": MODES}
     publish("gpu_decode", config, rows, options)
 

@@ -6,6 +6,7 @@ follow rank 0. Fused storage, tied heads, key and value heads that ranks share, 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -300,6 +301,23 @@ def test_the_kv_of_a_rank_is_its_heads_and_the_pool_is_the_same(made: Made) -> N
         assert engine.info.num_pages == whole.info.num_pages
         assert engine._store.num_bytes * 2 == whole._store.num_bytes
         assert engine.info.num_parameters == whole.info.num_parameters and engine.manifest == whole.manifest
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_takes_one_gather_of_few_bytes_and_two_sums_a_layer(made: Made, size: int) -> None:
+    def use(engine: Engine) -> list[int]:
+        for number in range(4):
+            engine.submit(request(number, [5, 6, 7], max_new_tokens=20, ignore_eos=True, seed=number))
+        while engine.step().token_ids.size < 4:
+            pass
+        before = copy.copy(engine._group.counts)
+        engine.step()
+        after = engine._group.counts
+        return [getattr(after, name) - getattr(before, name) for name in ("all_gathers", "all_gather_bytes", "all_reduces", "collectives")]
+
+    for gathers, gathered, sums, collectives in side_by_side(size, made / "llama-old", use):
+        assert gathers == 1 and gathered <= 48 * 4 * size
+        assert sums == 1 + 2 * 2 and collectives == gathers + sums
 
 
 @pytest.mark.timeout(120)

@@ -45,6 +45,19 @@ def test_both_paths_agree_in_every_scenario_and_the_figures_are_there(folder: Pa
             assert min(figures) > 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_two_ranks_side_by_side_agree_too(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ranks.json"
+    given = ["--model", str(folder), "--device", "cpu", "--batches", "4", "--tokens", "5", "--repeats", "1", "--tp", "2", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        decode_metadata.main([*given, "--output", str(output)])
+    assert ended.value.code == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["scenario"] for row in rows] == list(SCENARIOS)
+    assert not any(row[name] for row in rows for name in row if "differ" in name or name == "lock_step_max_logprob_diff")
+
+
 def _engine(folder: Path, batch: int) -> Engine:
     return make_engine(folder, max_rows=batch, sampling_slots=batch, prefix_cache=False)
 
@@ -200,7 +213,7 @@ def test_what_is_wrong_with_a_figure_is_said(change: dict[str, Any], said: str, 
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        (["--tp", "2"], "tp"),
+        (["--tp", "9"], "tp"),
         (["--modes", "graph"], "modes"),
         (["--repeats", "0"], "repeats"),
         (["--batches", "0"], "batches"),

@@ -69,4 +69,5 @@ def test_every_method_of_the_engine_that_reaches_the_device_is_guarded() -> None
         "stage_slice",
         "step",
         "wake",
+        "whole_tensor",
     }
