@@ -87,10 +87,10 @@ def test_a_key_without_the_right_to_control_generates_and_is_refused_the_rest(cl
 @pytest.mark.parametrize("command", ["revoke", "rotate"])
 def test_taking_a_key_away_ends_its_sessions_and_nobody_elses(client: Any, state: Path, command: str) -> None:
     name = f"worker-{command}"
-    made = keys_command(state, "new", name)
-    old = read_client_key(made["file"])
+    file = KeyFolder(state / "keys").new(name)
+    old = read_client_key(file)
     neighbour = client.stream(PROMPT, max_new_tokens=1000, seed=9)
-    worker = rollout.connect(client.address, key=made["file"])
+    worker = rollout.connect(client.address, key=file)
     before = client.stats()
     stream = worker.stream(PROMPT, max_new_tokens=50_000)
     next(stream)
@@ -108,13 +108,13 @@ def test_taking_a_key_away_ends_its_sessions_and_nobody_elses(client: Any, state
     assert after["cancelled"] == before["cancelled"] + 1
     assert [token for delta in neighbour for token in delta.ids.tolist()] == fake_ids(9, 1000).tolist()
     if command == "rotate":
-        with rollout.connect(client.address, key=made["file"]) as again:
+        with rollout.connect(client.address, key=file) as again:
             assert again.generate(PROMPT, max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
 
 
 def test_a_session_cannot_be_continued_with_another_key_even_by_its_secret(client: Any, state: Path) -> None:
     ours = read_client_key(KeyFolder(state / "keys").path("local"))
-    theirs = read_client_key(keys_command(state, "new", "second")["file"])
+    theirs = read_client_key(KeyFolder(state / "keys").new("second"))
     victim = WireClient(client.address, key=ours)
     request_id = victim.generate(max_new_tokens=100, seed=4)
     thief = WireClient(client.address, hello=False, key=theirs)
