@@ -23,6 +23,7 @@ from rollout.agent.episode import EpisodeStatus, PolicyClient
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
 from rollout.agent.runner import RELEASE_WAIT_S, EpisodeResult, EpisodeRun, EpisodeTask, PhaseTimeouts, calls_of
+from rollout.agent.tools import CallCounts
 from rollout.agent.turn import TurnSampling
 
 CancelWhen: TypeAlias = Callable[[Sequence[EpisodeResult]], bool]
@@ -95,7 +96,7 @@ class EpisodeStatistics:
     """How many episodes were scored, let go and failed, and how long they were on average. Units: sampled tokens, NaN for none.
 
     Where episodes are let go because others were faster, the kept ones are the short ones: compare the two means. `cached_share` is the
-    share of prompt tokens whose KV the engine had, of all turns and by the turn's number.
+    share of prompt tokens whose KV the engine had, of all turns and by the turn's number. `calls` counts tool calls of all episodes.
     """
 
     kept: int = 0
@@ -108,6 +109,7 @@ class EpisodeStatistics:
     failures: Mapping[str, int] = field(default_factory=dict)
     cached_share: float = math.nan
     cached_share_by_turn: tuple[float, ...] = ()
+    calls: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
     def of(cls, results: Iterable[EpisodeResult]) -> EpisodeStatistics:
@@ -117,7 +119,9 @@ class EpisodeStatistics:
         failures: dict[str, int] = {}
         prompts: Counter[int] = Counter()
         cached: Counter[int] = Counter()
+        calls = CallCounts()
         for result in results:
+            calls.add(calls_of([result]))
             for turn in (turn for row in result.rows for turn in row.turns):
                 prompts[turn.index] += turn.prompt_tokens
                 cached[turn.index] += turn.cached_tokens
@@ -139,6 +143,7 @@ class EpisodeStatistics:
             failures=failures,
             cached_share=cached.total() / prompts.total() if prompts.total() else math.nan,
             cached_share_by_turn=tuple(cached[turn] / prompts[turn] for turn in sorted(prompts) if prompts[turn]),
+            calls=calls,
         )
 
 

@@ -20,6 +20,7 @@ from examples.agentic.calculator.env import tool_call
 from examples.agentic.calculator.train import Classroom, Figures, Options
 from examples.agentic.smollm2 import prepare
 from rollout.agent import ChatFormat, EpisodeResult
+from rollout.agent.template_check import template_findings
 from tests.engine_runs import Recorder, make_engine, request
 from tests.fixtures_models import reference_logprobs, reference_model
 
@@ -63,6 +64,11 @@ def test_the_folder_is_a_tied_llama_with_a_whole_vocabulary_and_its_template(fol
     text = tokenizer.decode(prompt)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM") and text.endswith("<|im_start|>assistant\n")
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+
+
+def test_its_template_only_appends_with_its_own_tokenizer(folder: Path) -> None:
+    append_only, findings = template_findings(folder)
+    assert append_only and "chatml" in findings[0].value, findings
 
 
 @pytest.mark.parametrize("decode_tables", ["resident", pytest.param("rebuilt", marks=pytest.mark.long)])

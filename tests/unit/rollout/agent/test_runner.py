@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from rollout.agent import (
+    CallCounts,
     ChatFormat,
     EpisodeLimits,
+    EpisodeStatistics,
     EpisodeStatus,
     EpisodeTask,
     FailureKind,
@@ -213,6 +215,7 @@ def test_turns_without_calls_are_counted_where_tools_are_on_offer_and_a_run_that
     with pytest.warns(NoToolCalls, match="0 failed to parse, 16 turns held none"):
         results = run(tasks)
     assert [(result.good_calls, result.turns_without_calls) for result in results] == [(0, result.num_turns) for result in results]
+    assert EpisodeStatistics.of(results).calls == CallCounts(0, 0, sum(result.num_turns for result in results))
     assert all(result.turns_without_calls == 0 for result in run(tasks_of(8)))
 
 
