@@ -30,6 +30,7 @@ from rollout.config import ServiceConfig
 from rollout.errors import (
     AccessDenied,
     HostFailed,
+    InvalidRequest,
     NoSession,
     RolloutError,
     ServerRestarted,
@@ -362,6 +363,13 @@ class Front:
         body, route, user = packet.body, incoming.route, incoming.user
         assert isinstance(body, Hello)
         self._access.check(principal_of(user), channel)
+        if (body.session is None) != (body.secret is None):
+            raise InvalidRequest(
+                "HELLO with one of session and secret",
+                field="secret",
+                limit="they come together",
+                remedy="send both to continue a session, neither to open one",
+            )
         if body.session is not None and body.secret is not None:
             session = self._sessions.resume(body.session, body.secret, channel, route, now, user)
             if session is None:

@@ -37,7 +37,7 @@ class Session:
 
     number: int
     session_id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     name: str
     expires_at: float
     principal: str = ""

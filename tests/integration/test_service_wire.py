@@ -114,6 +114,25 @@ def test_nobody_gets_at_a_session_without_its_secret(client: Any, wire: WireClie
     wire.expect(Op.DELTAS)
 
 
+def test_a_hello_with_half_of_what_continues_a_session_is_refused(client: Any, wire: WireClient) -> None:
+    half = WireClient(client.address, hello=False)
+    for fields in ({"session": wire.welcome.session}, {"secret": wire.welcome.secret}):
+        half.send(Op.HELLO, fields)
+        assert half.expect(Op.ERROR).body.field == "secret"  # type: ignore[attr-defined]
+    half.close()
+
+
+def test_a_second_hello_on_a_connection_ends_its_first_session_and_its_requests(client: Any) -> None:
+    before, twice = client.stats(), WireClient(client.address)
+    twice.generate(max_new_tokens=LONG)
+    twice.expect(Op.DELTAS)
+    twice.send(Op.HELLO, {"name": "again"})
+    twice.welcome = twice.expect(Op.WELCOME).body
+    wait_until(lambda: client.stats()["live"] == before["live"])
+    assert client.stats()["sessions"] == before["sessions"] + 1
+    twice.close()
+
+
 def test_control_operations_need_a_session_on_the_control_socket(client: Any, wire: WireClient) -> None:
     control = WireClient(wire.welcome.control_address, hello=False)
     control.send(Op.PAUSE, {})
