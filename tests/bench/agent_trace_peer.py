@@ -29,7 +29,13 @@ class Continuous:
         """Play all episodes at once and return their figures. Start and stop of the manager are not timed."""
         settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(
-            max_requests_per_batch=self._rows, num_blocks=512, max_batch_tokens=512, return_logprobs=True, allow_block_sharing=True
+            # Of the page sizes 16, 32 and 256 the fastest for this load here.
+            max_requests_per_batch=self._rows,
+            page_size=32,
+            num_blocks=4096,
+            max_batch_tokens=512,
+            return_logprobs=True,
+            allow_block_sharing=True,
         )
         manager = self._model.init_continuous_batching(generation_config=settings, continuous_batching_config=batching)
         manager.start()
