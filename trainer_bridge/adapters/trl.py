@@ -108,7 +108,7 @@ class EpisodeRollouts:
                     field="samples",
                     value=len(samples),
                     limit="GRPOTrainer takes one row for each prompt",
-                    remedy="use a chat template that appends only, or RolloutSource, which takes episodes that fork",
+                    remedy='pass episodes ChatFormat.of(client, history="append"), or use RolloutSource, which takes episodes that fork',
                 )
             if samples and samples[0].is_trainable and samples[0].num_sampled:
                 return samples[0]
