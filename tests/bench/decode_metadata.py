@@ -278,7 +278,8 @@ def main(arguments_given: Sequence[str] | None = None) -> dict[str, Any]:
     if not options.json:
         print(decode_trace.table(result["rows"]) if options.profile else table(result["rows"], heading=True))
     print(json.dumps(result))
-    if options.profile:
+    if options.profile or options.rank:
+        # What is wrong the first rank tells.
         return result
     wrong = problems(result["rows"], CONTRACT[result["config"]["dtype"]], promises=options.check)
     if wrong:

@@ -3,12 +3,14 @@
 Timed: `staging_s` from the first tensor handed to a transport until the service has answered the last bucket; the tensors are cast,
 checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the service took of that time to prove staged tensors,
 `derive_s` to put them into the layout that it multiplies, and `ratio_to_copy` leaves both out. `copy_s`: the same tensors copied by one
-thread into memory (on a card: within the card, and from pinned host memory as `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the
-service's own. With `--rows N`, N requests decode meanwhile and `decode_cost_ms` is how much longer their tokens took than without an
-update. Not timed: start of the processes and one first update of each transport. Copies and updates alternate; figures are medians.
+thread into memory (on a card: within the card, or over the link to the engine's first one; and from pinned host memory as
+`bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N requests decode meanwhile and
+`decode_cost_ms` is how much longer their tokens took than without an update. Not timed: start of the processes and one first update
+of each transport. Copies and updates alternate; figures are medians.
 
     python -m tests.bench.weight_push --json
     python -m tests.bench.weight_push --model qwen3-8b --device cuda --transports cuda memory --rows 64 --json
+    python -m tests.bench.weight_push --model qwen3-8b --device cuda:0 --tp 2 --trainer-device cuda:2 --transports nccl cuda --json
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def timed_copy(tensors: Tensors, places: Tensors, device: torch.device) -> float
     started = time.perf_counter()
     for name, tensor in tensors.items():
         places[name].copy_(tensor)
-    _finish(device)
+    for used in {device, *(place.device for place in places.values())}:
+        _finish(used)
     return time.perf_counter() - started
 
 
@@ -101,7 +104,8 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
     device = next(iter(tensors.values())).device
     transport = make_transport(name, client, bucket_bytes=None, timeout_s=300.0, device=device)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    places = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    # A trainer's card of its own: what a copy takes over the link between the cards.
+    places = {name: torch.empty_like(tensor, device=options.device) for name, tensor in tensors.items()}
     update(client, transport, tensors, digests)
     timed_copy(tensors, places, device)
     copies, runs = [], []
@@ -163,7 +167,9 @@ def main() -> None:
     """Run every transport asked for on one service."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default="qwen3-tiny", choices=sorted(shapes.SHAPES))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="the engine's device; with --tp the first rank's")
+    parser.add_argument("--trainer-device", help="the device that the weights come from (default: the engine's)")
+    parser.add_argument("--tp", type=int, default=1, help="the engine's tensor-parallel ranks")
     parser.add_argument("--transports", nargs="+", default=["memory", "frames", "file"])
     parser.add_argument("--rows", type=int, default=0, help="requests that decode during an update")
     parser.add_argument("--repeats", type=int, default=5)
@@ -176,16 +182,20 @@ def main() -> None:
         "max_rows": max(options.rows, 8),
         "max_model_len": 1024,
         "threads": 1,
+        "tp": options.tp,
     }
-    if device.type == "cuda":
+    source = torch.device(options.trainer_device or options.device)
+    if device.type == "cuda" and source.index in (None, device.index):
         served["gpu_memory_fraction"] = 0.5  # the trainer's weights and their copy lie on the same card
     with rollout.local(str(folder), start_timeout_s=300.0, timeout_s=300.0, **served) as client:
-        tensors = random_weights(folder, DTYPES[client.info().engine.dtype], device)
+        tensors = random_weights(folder, DTYPES[client.info().engine.dtype], source)
         started = time.perf_counter()
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
         rate = sum(tensor.nbytes for tensor in tensors.values()) / (time.perf_counter() - started) / 1e9
         rows = [measure(client, name, tensors, digests, options) | {"digest_gb_per_s": rate} for name in options.transports]
-    publish("weight_push", {"repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, **served}, rows, options)
+    publish(
+        "weight_push", {"repeats": options.repeats, "output_tokens": OUTPUT_TOKENS, "trainer_device": str(source), **served}, rows, options
+    )
 
 
 if __name__ == "__main__":
