@@ -82,6 +82,7 @@ FULL_FLUSH = {
 REPORT = {
     "version": 5, "num_tensors": 2, "num_bytes": 24, "changed_tensors": 1, "changed_bytes": 12, "staging_s": 0.5, "swap_ms": 1.0,
     "proof_ms": 2.0, "pause_ms": 3.0, "canary_gap": 0.0, "canary_mean_gap": 0.0, "decode_canary_gap": None, "inspect_s": 0.0,
+    "derive_s": 0.25,
     "warning": None,
 }  # fmt: skip
 INFO = {

@@ -12,12 +12,15 @@ from tests.contract.golden_frames import GOLDEN, Golden, frames_of, written
 EVERYTHING = DATA_REQUESTS | CONTROL_REQUESTS | CLIENT_REPLIES | HOST_REQUESTS | HOST_REPLIES
 
 
+HOW = "add it to GOLDEN, write the bytes with `python -m tests.contract.golden_frames`, and name it in rollout/README.md"
+
+
 def test_every_operation_every_field_and_every_array_is_in_some_golden_message() -> None:
-    assert {golden.op for golden in GOLDEN} == set(Op)
+    assert {golden.op for golden in GOLDEN} == set(Op), HOW
     for op in Op:
         own = [golden for golden in GOLDEN if golden.op is op]
-        assert {name for golden in own for name in golden.fields} == set(MODELS[op].model_fields), op.name
-        assert {name for golden in own for name in golden.arrays} == set(ARRAYS.get(op, {})), op.name
+        assert {name for golden in own for name in golden.fields} == set(MODELS[op].model_fields), f"{op.name}: {HOW}"
+        assert {name for golden in own for name in golden.arrays} == set(ARRAYS.get(op, {})), f"{op.name}: {HOW}"
     assert len({golden.name for golden in GOLDEN}) == len(GOLDEN)
 
 
