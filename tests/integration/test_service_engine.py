@@ -194,8 +194,8 @@ def test_check_reports_every_part_with_remedies(served: Any) -> None:
     report = json.loads(out)
     names = {finding["name"]: finding for finding in report["findings"]}
     assert set(names) == {
-        "python", "torch", "cpu threads", "cuda", "mapped memory", "packages", "zmq ipc", "state folder", "disk", "shared memory",
-        "running services",
+        "python", "torch", "cpu threads", "cuda", "mapped memory", "packages", "zmq ipc", "encryption", "state folder", "disk",
+        "shared memory", "running services",
     }  # fmt: skip
     assert client.address in names["running services"]["value"]
     assert (status == 0) == report["ok"]
