@@ -21,7 +21,7 @@ from rollout.agent.call_json import JsonEnd, load_json
 from rollout.agent.errors import InvalidTool
 from rollout.agent.schema import misfit
 
-# Separators and a code fence's head before a call are no longer than this.
+# A code fence's head before a call is no longer than this.
 MAX_UNDECIDED_CHARS = 256
 # Says what parameters a tool takes (a JSON schema of an object), None for a tool that does not exist.
 Parameters = Callable[[str], Mapping[str, Any] | None]
@@ -305,7 +305,7 @@ class _WholeReply:
         if not fresh:
             return None
         found = self._begin.match(text)
-        if found is not None:
+        if found is not None and found.end() < MAX_UNDECIDED_CHARS:
             return Opening(start=0, body_at=found.end(), body=_Json())
         if not final and len(text) < MAX_UNDECIDED_CHARS and self._partial.fullmatch(text):
             raise Undecided

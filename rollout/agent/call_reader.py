@@ -7,9 +7,12 @@ Calls inside thinking are not calls. A reader holds at most one call's text, and
 
 from __future__ import annotations
 
+import re
+
 from rollout.agent.call_forms import Body, CallForm, Opening, Parameters, Undecided, WrittenCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_SEPARATORS = re.compile(r"\A[\s;,]+")
 
 
 class CallReader:
@@ -73,6 +76,8 @@ class CallReader:
                     self._keep(len(THINK_CLOSE))
                     return False
                 self._text, self._thinking, self._fresh = after, False, True
+            if self._fresh:
+                self._text = _SEPARATORS.sub("", self._text)
             try:
                 opening = self._form.opening(self._text, fresh=self._fresh, final=final)
             except Undecided:

@@ -108,7 +108,8 @@ LURES = [
 @pytest.mark.parametrize("form", FORMS)
 def test_the_outcome_does_not_depend_on_how_a_reply_is_cut_into_pieces(form: str) -> None:
     rng = random.Random(3)
-    texts = [*TWO[form], *("".join(rng.choice(LURES) for _ in range(rng.randrange(12))) for _ in range(1200))]
+    far = [blank + text for text in TWO[form] for blank in (" \n" * 400, "```\n" + " " * 400, "``" + "`" * 300)]
+    texts = [*TWO[form], *far, *("".join(rng.choice(LURES) for _ in range(rng.randrange(12))) for _ in range(1200))]
     calls = 0
     for text in texts:
         whole = streamed(form, [text])
