@@ -60,8 +60,8 @@ class CallReader:
         return calls
 
     def _shorten(self, body: Body) -> None:
-        """Drop the text of a call that is too long already, but for what its end may begin with."""
-        if self._skipped + len(self._text) > self._max_call_chars:
+        """Drop the text of a call that is too long even without the part of its closer that may be there, but for that part."""
+        if self._skipped + len(self._text) - len(body.closer) >= self._max_call_chars:
             surplus = max(0, len(self._text) - len(body.closer))
             self._text = self._text[surplus:]
             self._skipped += surplus

@@ -197,6 +197,17 @@ def test_a_call_without_end_is_held_within_its_limit_and_read_in_linear_time(for
     assert "the limit is 65536" in str(call.problem)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_limit_of_a_call_holds_to_the_character_however_it_comes(form: str) -> None:
+    outcomes = set()
+    for limit in range(20, 170):
+        box = ToolBox([add, note], ToolLimits(max_call_chars=limit), form=form)
+        whole, single = ([*box.reader().feed(TWO[form][0])], box.reader())
+        assert [call for character in TWO[form][0] for call in single.feed(character)] == whole
+        outcomes |= {len([call for call in whole if call.problem is None])}
+    assert {0, 2} <= outcomes
+
+
 def test_a_call_behind_one_that_is_too_long_is_read() -> None:
     box = ToolBox([add], ToolLimits(max_call_chars=100))
     text = hermes("add", {"a": "x" * 500}) + hermes("add", {"a": 1})
