@@ -65,7 +65,7 @@ def changed_header(header: dict[str, Any], draw: random.Random) -> dict[str, Any
         header[draw.choice(["", "\0", "x" * 10_000, "__metadata__"])] = header.pop(name)
     elif isinstance(header[name], dict):
         strange: dict[str, list[Any]] = {
-            "dtype": ["F8_E4M3", "BOOL", "U64", "C64", "F64", "F4", "F6_E2M3", "U16", "XX", 1, None],
+            "dtype": ["F8_E4M3", "BOOL", "U64", "COMPLEX", "F64", "F4", "F6_E2M3", "U16", "XX", 1, None],
             "shape": [[], [0], [2**40, 2**40], [-1], [1] * 70, [4, 8, 1], ["a"], None, [8, 4], [2**63], [0, 2**62]],
             "data_offsets": [[0, 0], [128, 0], [0, 2**63], [1, 129], [], None, [-1, 2]],
         }

@@ -1,7 +1,7 @@
 """Builds a jail out of Linux namespaces, then becomes the program: `python -I -S jail.py JSON`. Started by `sandbox.py`, never imported.
 
     new mount, network, pid, ipc and host-name namespaces, and a user namespace unless we are root -> an empty root of tmpfs with
-    Python's files read-only, /work and three devices -> fork: the parent waits and passes on the status, the child is process 1 of
+    Python's files read-only, /task and three devices -> fork: the parent waits and passes on the status, the child is process 1 of
     its own, becomes nobody, limits itself and executes the program
 
 Root needs no user namespace, and becomes a user of this run's own in the end, because the limit of processes counts by user and
@@ -61,7 +61,7 @@ def bind_read_only(source: str, target: str) -> None:
 
 
 def build_root(root: str, shown: list[str], work_bytes: int) -> None:
-    """Make the new root: what is shown, an empty /work, three devices."""
+    """Make the new root: what is shown, an empty /task, three devices."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={work_bytes},mode=755,nr_inodes=4096")
     for path in shown:
@@ -76,9 +76,9 @@ def build_root(root: str, shown: list[str], work_bytes: int) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
             bind_read_only(path, target)
-    for name in ("work", "tmp", "dev", "old"):
+    for name in ("task", "tmp", "dev", "old"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
-    for name in ("work", "tmp"):
+    for name in ("task", "tmp"):
         os.chmod(f"{root}/{name}", 0o1777)
     for name in DEVICES:
         open(f"{root}/dev/{name}", "w").close()
@@ -95,7 +95,7 @@ def enter(root: str) -> None:
     os.chdir("/")
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
-    os.chdir("/work")
+    os.chdir("/task")
 
 
 def become(number: int) -> None:
@@ -138,7 +138,7 @@ def main() -> int:
     if child == 0:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with open("/work/main.py", "wb") as file:
+        with open("/task/main.py", "wb") as file:
             file.write(code)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.closerange(3, 65536)
@@ -147,7 +147,7 @@ def main() -> int:
             become(own_id)
         limit(plan["limits"])
         # The program is no root inside, so that its capabilities end here.
-        os.execve(plan["python"], [plan["python"], "-I", "-S", "-B", "/work/main.py"], {"HOME": "/work", "PATH": "/usr/bin:/bin"})
+        os.execve(plan["python"], [plan["python"], "-I", "-S", "-B", "/task/main.py"], {"HOME": "/task", "PATH": "/usr/bin:/bin"})
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) & 0xFF
 

@@ -1,6 +1,6 @@
 """Runs Python text that nobody has read: in bubblewrap, or in namespaces of our own (`jail.py`), never in the open unless asked.
 
-Inside there is no network, no file of this machine but Python's own (read-only), an empty /work in memory, a cleared environment,
+Inside there is no network, no file of this machine but Python's own (read-only), an empty /task in memory, a cleared environment,
 no descriptor of ours, no capability, and limits on processes, memory, files and processor time. Outside, a clock and a count of
 output bytes end it. Where neither way works, `find_sandbox` refuses and says what would help.
 """
@@ -213,17 +213,17 @@ def bubblewrap_command(python: str, limits: Limits) -> list[str]:
         "--size",
         str(limits.work_bytes),
         "--tmpfs",
-        "/work",
+        "/task",
         "--chdir",
-        "/work",
+        "/task",
         "--clearenv",
         "--setenv",
         "HOME",
-        "/work",
+        "/task",
         "--setenv",
         "PATH",
         "/usr/bin:/bin",
-        *launch_command(python, limits, "/work", counts_processes=os.geteuid() != 0),
+        *launch_command(python, limits, "/task", counts_processes=os.geteuid() != 0),
     ]
 
 

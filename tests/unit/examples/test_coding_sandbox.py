@@ -78,7 +78,7 @@ for path in ("/usr/x", "/x", "/lib/x"):
     done = run(sandbox, code)
     os.close(held)
     lines = done.output.splitlines()
-    assert lines[0] in ("['HOME', 'PATH'] /work ['main.py']", "['HOME', 'PATH', 'PWD'] /work ['main.py']"), done
+    assert lines[0] in ("['HOME', 'PATH'] /task ['main.py']", "['HOME', 'PATH', 'PWD'] /task ['main.py']"), done
     assert lines[1] == "[]" and lines[2] == "[]", done
     assert "wrote /usr/x" not in done.output and "wrote /lib/x" not in done.output
 
@@ -124,7 +124,7 @@ def test_a_fork_bomb_is_bounded_and_leaves_no_process(sandbox: Sandbox) -> None:
         "        made += 1\nexcept OSError:\n    print(made, flush=True)\nos._exit(0)\n"
     )
     assert 0 < int(run(sandbox, count).output) < LIMITS.processes
-    mine = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "/work/main.py" in (one.info["cmdline"] or [])]
+    mine = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "/task/main.py" in (one.info["cmdline"] or [])]
     _, alive = psutil.wait_procs(mine, timeout=5)
     assert not alive
 
@@ -138,7 +138,7 @@ def test_five_gigabytes_of_output_are_cut_and_end_the_program(sandbox: Sandbox) 
 def test_memory_files_and_time_are_bounded(sandbox: Sandbox) -> None:
     assert "MemoryError" in run(sandbox, "x = bytearray(2**31)").errors
     code = (
-        "total = 0\ntry:\n    for n in range(64):\n        total += open(f'/work/{n}', 'wb').write(bytes(2**20))\n"
+        "total = 0\ntry:\n    for n in range(64):\n        total += open(f'/task/{n}', 'wb').write(bytes(2**20))\n"
         "except OSError:\n    pass\nprint(total)"
     )
     written = run(sandbox, code)
