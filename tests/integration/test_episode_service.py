@@ -15,9 +15,11 @@ import rollout
 from rollout.agent import (
     ChatFormat,
     Episode,
+    EpisodeGroup,
     EpisodeStatus,
     EpisodeTask,
     FailureKind,
+    InfrastructureFailure,
     NoToolCalls,
     PhaseTimeouts,
     Start,
@@ -25,8 +27,10 @@ from rollout.agent import (
     TokenizerMismatch,
     Tool,
     TurnSampling,
+    derive_seed,
     group_tasks,
     run_episodes,
+    run_group,
 )
 from tests.fixtures_models import reference_logprobs, reference_model, write_checkpoint
 from tests.unit.rollout.agent.byte_tokenizer import CHATML, THINKING, control_id, files, spelled
@@ -194,3 +198,41 @@ def test_an_episode_cancelled_in_the_middle_keeps_what_was_sampled(client: rollo
     episode = asyncio.run(play())
     assert episode.status is EpisodeStatus.CANCELLED
     check_against_reference(folder, episode.rows())
+
+
+class Question:
+    """One long question; the second member to ask fails its first attempt for reasons that are not its own."""
+
+    failures: list[int] = []
+
+    async def reset(self, seed: int) -> Any:
+        return [{"role": "user", "content": "a long question " * 12}]
+
+    async def step(self, turn: Any) -> Step:
+        if not self.failures:
+            self.failures.append(1)
+            raise InfrastructureFailure("the sandbox is away", remedy="wait")
+        return Step(done=True)
+
+    async def score(self, episode: Any) -> float:
+        return float(len(self.failures))
+
+
+def test_a_group_computes_its_prompt_once_and_plays_a_failed_member_again(client: rollout.Client, folder: Path) -> None:
+    before = client.stats()["engine"]
+    group = EpisodeGroup(make_environment=Question, members=6, seed=3, group="talk")
+    result = asyncio.run(run_group(client.aio, group, sampling=TurnSampling(max_new_tokens=4, ignore_eos=True)))
+    after = client.stats()["engine"]
+    assert len(result.kept) == 6 and result.mean_reward == 1.0 and result.reward_spread == 0.0
+    (again,) = result.superseded
+    assert again.failure is not None and again.failure.kind is FailureKind.INFRASTRUCTURE
+    member = result.results[again.task.member]
+    assert member.task.attempt == 1 and member.task.episode_seed == derive_seed(3, again.task.member, 1)
+    turns = [one.rows[0].turns[0] for one in (*result.results, again)]
+    prompt = turns[0].prompt_tokens
+    # The first computes all, the others what their partial page holds at most.
+    page = client.info().engine.page_size  # type: ignore[union-attr]
+    assert after["prefill_tokens"] - before["prefill_tokens"] <= prompt + 6 * page
+    assert sum(turn.cached_tokens >= prompt - page for turn in turns) == 6
+    assert result.statistics.cached_share > 0.7
+    check_against_reference(folder, [row for one in result.results for row in one.rows])

@@ -280,3 +280,18 @@ def test_rules_are_checked() -> None:
     for make in (lambda: k_done(0), lambda: all_equal_bounded(1, 1), lambda: all_equal_bounded(0, 1, at_least=0)):
         with pytest.raises(InvalidEpisode):
             make()
+
+
+def test_a_run_in_which_no_call_could_be_read_warns() -> None:
+    from rollout.agent import NoToolCalls, Start, Tool
+
+    def look() -> str:
+        """Look."""
+        return "nothing"
+
+    class Tooled(Room):
+        async def reset(self, seed: int) -> Any:
+            return Start(messages=[{"role": "user", "content": "look"}], tools=[Tool.from_function(look)])
+
+    with pytest.warns(NoToolCalls):
+        play(type("Rooms", (Tooled,), {"made": 0, "closed": 0}), members=8)
