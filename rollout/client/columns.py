@@ -144,21 +144,22 @@ class TokenLog:
                 return flush.columns, begin + start - first, begin + stop - first
         if stop <= settled:
             return columns, start, stop
-        pieces: list[Columns] = []
+        pieces: list[np.ndarray] = []
         # A part that comes meanwhile lies behind `stop`.
         for first, flush, begin, end in reversed(parts):
-            high = min(stop - first, end - begin)
+            low, high = max(start - first, 0), min(stop - first, end - begin)
+            if low < high:
+                pieces.append(flush.packed[begin + low : begin + high])
             if first <= start:
-                if start - first < high:
-                    pieces.append(flush.columns.cut(begin + start - first, begin + high))
                 break
-            if high > 0:
-                pieces.append(flush.columns.cut(begin, begin + high))
-        else:
-            if start < settled:
-                pieces.append(columns.cut(start, settled))
+        if not pieces:
+            return columns, settled, settled
         pieces.reverse()
-        return (Columns.joined(pieces).read_only() if pieces else columns.cut(0, 0)), 0, stop - start
+        packed = np.concatenate(pieces).view(_PACKED)[:, 0]
+        behind = Columns(packed["ids"], packed["logprobs"], packed["raw_logprobs"], packed["behaviour_logprobs"], packed["versions"])
+        if start < settled:
+            behind = Columns.joined([columns.cut(start, settled), behind])
+        return behind.read_only(), 0, stop - start
 
     def cut(self, start: int, stop: int) -> Columns:
         """Return read-only tokens; `stop` must come from a published length."""
