@@ -212,9 +212,10 @@ def measure(*, bulk_tokens: int, paced_tokens: int, repeats: int, sse: bool) -> 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for mode, tokens, peer_tokens in (
+            # Delays first: what the others leave in this process's memory would cost them.
+            ("paced", paced_tokens, 0),
             ("bulk", bulk_tokens, bulk_tokens // 16),
             ("single", bulk_tokens // 4, paced_tokens // 5),
-            ("paced", paced_tokens, 0),
         ):
             row = measure_service(folder, mode, tokens=tokens, repeats=repeats)
             if sse and peer_tokens:
