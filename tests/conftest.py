@@ -1,6 +1,7 @@
 """One thread for every test and every process that a test starts, and no test file that silently collects nothing.
 
-CUDA devices are hidden from all tests but those of tests/gpu, which run by themselves (`make test-gpu`).
+CUDA devices are hidden from all tests but those of tests/gpu, which run by themselves (`make test-gpu`); kernels run in Triton's
+interpreter elsewhere, which must be chosen before the first of them is defined, by whatever test that is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 # Set before anything imports torch or numpy; child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 if not any("tests/gpu" in argument for argument in sys.argv):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 @pytest.hookimpl(wrapper=True)

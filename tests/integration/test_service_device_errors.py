@@ -20,7 +20,7 @@ from tests.fixtures_models import write_checkpoint
 from trainer_bridge import PushWarning, WeightPush
 
 PROMPT = [3, 7, 11, 5]
-LONG = 400
+LONG = 3000
 
 
 class Broken:
@@ -47,7 +47,7 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", seed=0, max_position_embeddings=512)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", seed=0, max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")

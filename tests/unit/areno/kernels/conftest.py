@@ -1,18 +1,13 @@
-"""Kernels run in Triton's interpreter here, which must be chosen before a kernel is defined."""
+"""What Triton's interpreter needs beside the choice of it, which the tests' first conftest makes."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
 def loop_bounds_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a loop run to a loaded bound: the interpreter holds scalars as arrays of one element, which numpy >= 2.4 refuses."""
-    # Here, since the choice above comes before the first import of Triton.
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
