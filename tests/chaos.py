@@ -39,7 +39,7 @@ from safetensors.numpy import save_file
 import rollout
 from rollout.errors import Busy, RequestFailed, RolloutError, Unavailable
 from rollout.seeds import derive_seed
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.bench.scripted_engine import scripted_ids, scripted_service
 from tests.fakes import TENSORS, StreamReader, WireClient
 

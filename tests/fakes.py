@@ -31,7 +31,7 @@ from areno.request import (
 from rollout.client.local import LocalService
 from rollout.wire.codec import Packet, decode, encode
 from rollout.wire.curve import ClientKey
-from rollout.wire.messages import CLIENT_REPLIES, DATA_REQUESTS, Op
+from rollout.wire.operations import CLIENT_REPLIES, DATA_REQUESTS, Op
 from rollout.wire.security import new_token
 from rollout.wire.transport import Context, Poller, Sent
 

@@ -39,7 +39,7 @@ from rollout.client.parameters import (
 from rollout.client.pending import Call, DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, RolloutError, ServerUnavailable, Unavailable
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 
 if TYPE_CHECKING:
     import numpy as np

@@ -38,7 +38,7 @@ from rollout.client.parameters import (
 from rollout.client.pending import DeltaCursor, Listener, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, RolloutError, Unavailable
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 
 if TYPE_CHECKING:
     import tokenizers

@@ -24,7 +24,7 @@ from rollout.client.parameters import Prepared
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable
 from rollout.wire.codec import NO_REQUEST, Packet, encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.security import missing_socket, new_token
 
 CLOSE_WAIT_S = 3.0

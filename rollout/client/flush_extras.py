@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rollout.client.results import PromptScore
-from rollout.wire.messages import Deltas
+from rollout.wire.generation_messages import Deltas
 
 
 class FlushExtras:

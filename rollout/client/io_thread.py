@@ -40,10 +40,13 @@ from rollout.errors import (
     error_from_fields,
 )
 from rollout.standstill import StandstillClock
+from rollout.wire.arrays import MAX_NAMED_IDS
 from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
 from rollout.wire.curve import ClientKey
-from rollout.wire.messages import CLIENT_REPLIES, MAX_NAMED_IDS, Deltas, Ending, ErrorBody, Op, Welcome
+from rollout.wire.generation_messages import Deltas, Ending
+from rollout.wire.operations import CLIENT_REPLIES, Op
 from rollout.wire.security import control_address_for, missing_socket, new_token
+from rollout.wire.session_messages import ErrorBody, Welcome
 from rollout.wire.transport import Context, Handshake, Peer, Poller, Sent
 
 log = logging.getLogger("rollout.client")

@@ -15,19 +15,11 @@ from rollout.client.parameters import Ids, checked_request_id, id_array
 from rollout.client.results import CanarySpec, CancelResult, EngineFacts, Evaluation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import InvalidRequest
 from rollout.wire.codec import Packet
-from rollout.wire.messages import (
-    CancelResult as CancelResultBody,
-)
-from rollout.wire.messages import (
-    EvaluationTicket,
-    InfoResult,
-    Op,
-    Scored,
-    StatsResult,
-    TokenizerFilesResult,
-    WeightsReport,
-    WeightsTicket,
-)
+from rollout.wire.control_messages import EvaluationTicket, WeightsReport, WeightsTicket
+from rollout.wire.generation_messages import CancelResult as CancelResultBody
+from rollout.wire.generation_messages import Scored
+from rollout.wire.operations import Op
+from rollout.wire.session_messages import InfoResult, StatsResult, TokenizerFilesResult
 
 T = TypeVar("T")
 

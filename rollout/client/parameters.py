@@ -18,7 +18,9 @@ import numpy as np
 from rollout.errors import InvalidRequest
 from rollout.seeds import derive_seed
 from rollout.wire.codec import Arrays
-from rollout.wire.messages import MAX_MEMBERS, Generate, Op, ToolWait, parse_fields
+from rollout.wire.generation_messages import MAX_MEMBERS, Generate, ToolWait
+from rollout.wire.messages import parse_fields
+from rollout.wire.operations import Op
 from rollout.wire.security import SECRET_BYTES, new_token
 
 Ids = Sequence[int] | np.ndarray

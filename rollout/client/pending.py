@@ -18,7 +18,7 @@ from rollout.client.parameters import Prepared, Wants
 from rollout.client.results import Delta, FinishReason, Generation, PromptScore, Shown
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
-from rollout.wire.messages import Ending
+from rollout.wire.generation_messages import Ending
 
 
 class Listener(NamedTuple):

@@ -12,7 +12,8 @@ import numpy as np
 
 from rollout.client.pending import StreamRecord
 from rollout.wire.codec import Frame, encode
-from rollout.wire.messages import CANCELLED_BY_UPDATE, Ending, Op
+from rollout.wire.generation_messages import CANCELLED_BY_UPDATE, Ending
+from rollout.wire.operations import Op
 
 LEAST_DEADLINE_S = 1e-3
 

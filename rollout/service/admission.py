@@ -15,7 +15,7 @@ from rollout.errors import Busy, Conflict, Gone, InvalidRequest, RequestTooLong,
 from rollout.service.ledger import Ledger
 from rollout.service.records import Record, Reservation
 from rollout.wire.codec import NO_REQUEST, Arrays
-from rollout.wire.messages import Generate
+from rollout.wire.generation_messages import Generate
 
 # No id is larger, whatever the model.
 MOST_IDS = 2**31

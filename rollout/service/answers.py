@@ -15,7 +15,9 @@ from rollout.service.sessions import Channel, Session
 from rollout.service.supervisor import Supervisor
 from rollout.tokenizer_files import chat_template_digest, tokenizer_digest
 from rollout.wire.codec import PROTOCOL_VERSION, Packet
-from rollout.wire.messages import Message, Op, StatsResult
+from rollout.wire.fields import Message
+from rollout.wire.operations import Op
+from rollout.wire.session_messages import StatsResult
 
 
 class Answers:

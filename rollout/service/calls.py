@@ -15,8 +15,10 @@ from rollout.errors import Busy, RolloutError, error_fields
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session
 from rollout.wire.codec import Arrays, Packet
-from rollout.wire.messages import ErrorBody, Message, Op
+from rollout.wire.fields import Message
+from rollout.wire.operations import Op
 from rollout.wire.security import new_token
+from rollout.wire.session_messages import ErrorBody
 
 MAX_OPEN_CALLS = 4096
 MAX_OPEN_CALL_BYTES = 256 * 2**20

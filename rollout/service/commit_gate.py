@@ -18,7 +18,7 @@ from typing import Protocol
 from rollout.errors import DrainTimeout, NoEvaluation, RolloutError
 from rollout.service.admission import Admission
 from rollout.service.sessions import Session
-from rollout.wire.messages import CANCELLED_BY_UPDATE
+from rollout.wire.generation_messages import CANCELLED_BY_UPDATE
 
 
 class RequestsInEngine(Protocol):

@@ -31,18 +31,18 @@ from rollout.service.host_link import HostLink, LostWeights
 from rollout.service.sessions import Channel, Session
 from rollout.service.sleepers import Sleepers
 from rollout.wire.codec import Packet
-from rollout.wire.messages import (
-    ErrorBody,
+from rollout.wire.control_messages import (
     EvaluateBegin,
     EvaluateEnd,
-    Message,
-    Op,
     WeightsBegin,
     WeightsCommit,
     WeightsReport,
     WeightsStageFile,
     WeightsUpdateRef,
 )
+from rollout.wire.fields import Message
+from rollout.wire.operations import Op
+from rollout.wire.session_messages import ErrorBody
 from rollout.wire.weight_handles import WeightsJoinGroup, WeightsStageBucket
 
 # A trainer waits for answers long before; this only bounds what one that does not can pile up in the host.

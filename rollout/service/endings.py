@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rollout.service.records import Record, Terminal
 from rollout.service.stop_text import StopMatch
-from rollout.wire.messages import HostEnding
+from rollout.wire.host_messages import HostEnding
 
 
 def terminal_of(

@@ -40,23 +40,11 @@ from rollout.service.step_outbox import StepOutbox
 from rollout.service.weight_intake import StagedFile, WeightIntake
 from rollout.state import FileLock
 from rollout.wire.codec import NO_REQUEST, Arrays, Packet, decode, encode
-from rollout.wire.messages import (
-    HOST_REQUESTS,
-    EndHints,
-    EngineFacts,
-    ExpectReturn,
-    Kill,
-    Op,
-    Score,
-    Sleep,
-    StepAck,
-    Submit,
-    UpdateOpen,
-    WeightsCommit,
-    WeightsReport,
-    WeightsStageFile,
-    WeightsUpdateRef,
-)
+from rollout.wire.control_messages import Sleep, WeightsCommit, WeightsReport, WeightsStageFile, WeightsUpdateRef
+from rollout.wire.generation_messages import Score
+from rollout.wire.host_messages import EndHints, ExpectReturn, Kill, StepAck, Submit, UpdateOpen
+from rollout.wire.operations import HOST_REQUESTS, Op
+from rollout.wire.session_messages import EngineFacts
 from rollout.wire.transport import Context, Peer, Poller
 from rollout.wire.weight_handles import WeightsJoinGroup, WeightsStageBucket
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from rollout.errors import AddressInUse
 from rollout.service.calls import Calls
-from rollout.wire.messages import Message, Op, StatsResult
+from rollout.wire.fields import Message
+from rollout.wire.operations import Op
+from rollout.wire.session_messages import StatsResult
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

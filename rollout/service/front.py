@@ -63,8 +63,10 @@ from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
 from rollout.wire.codec import MAX_FRAMES, NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
 from rollout.wire.gate import principal_of
-from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Ack, Hello, Op, Score, ToolWait
+from rollout.wire.generation_messages import Ack, Score, ToolWait
+from rollout.wire.operations import CONTROL_REQUESTS, DATA_REQUESTS, Op
 from rollout.wire.security import new_token
+from rollout.wire.session_messages import Hello
 from rollout.wire.transport import Incoming, Poller, Router
 
 log = logging.getLogger("rollout.front")

@@ -26,7 +26,7 @@ from rollout.errors import RolloutError
 from rollout.service.access import Access
 from rollout.state import socket_files
 from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
-from rollout.wire.messages import HOST_REPLIES, Op
+from rollout.wire.operations import HOST_REPLIES, Op
 from rollout.wire.security import parse_address
 from rollout.wire.transport import Context, Peer, Poller, Sent
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rollout.errors import HostFailed
 from rollout.service.calls import Calls
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 
 PROBE_SHARE = 4
 

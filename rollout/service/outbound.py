@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from rollout.service.metrics import FrontMetrics
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.wire.codec import Arrays, Frame, encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.transport import Router, Sent
 
 MAX_UNSENT_REPLIES = 4096

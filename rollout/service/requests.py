@@ -38,7 +38,10 @@ from rollout.service.streams import Streams
 from rollout.service.submissions import Submission, Submissions
 from rollout.service.token_store import KeptSets, TokenColumns
 from rollout.wire.codec import Arrays, Packet
-from rollout.wire.messages import Cancel, CancelResult, Generate, GenerateGroup, HostEnding, Message, Op, Step
+from rollout.wire.fields import Message
+from rollout.wire.generation_messages import Cancel, CancelResult, Generate, GenerateGroup
+from rollout.wire.host_messages import HostEnding, Step
+from rollout.wire.operations import Op
 
 log = logging.getLogger("rollout.front")
 MAX_NAMED_ENDINGS = 1024

@@ -15,7 +15,9 @@ from rollout.service.calls import Calls
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session
 from rollout.wire.codec import Packet
-from rollout.wire.messages import Message, Op, Sleep
+from rollout.wire.control_messages import Sleep
+from rollout.wire.fields import Message
+from rollout.wire.operations import Op
 
 LEVELS = ("kv", "weights")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.errors import error_fields, plain_text
 from rollout.wire.codec import NO_REQUEST, Frame, encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.transport import Peer, Sent
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rollout.service.records import PromptScore, Record, RecordState
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.token_store import BYTES_PER_TOKEN, TokenColumns
 from rollout.wire.codec import NO_REQUEST, Frame, encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.transport import Sent
 
 MAX_FLUSH_BYTES = 2**18 * BYTES_PER_TOKEN

@@ -13,7 +13,7 @@ from rollout.service.admission import Admission
 from rollout.service.host_link import HostLink
 from rollout.service.records import Record
 from rollout.wire.codec import Arrays
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 
 
 @dataclass(slots=True, eq=False)

@@ -20,8 +20,10 @@ from rollout.service.host_probe import HostProbe
 from rollout.service.metrics import FrontMetrics
 from rollout.service.requests import RequestDesk
 from rollout.wire.codec import NO_REQUEST, Packet
-from rollout.wire.messages import EngineFacts, HostReady, Op
-from rollout.wire.messages import HostFailed as HostFailedBody
+from rollout.wire.host_messages import HostFailed as HostFailedBody
+from rollout.wire.host_messages import HostReady
+from rollout.wire.operations import Op
+from rollout.wire.session_messages import EngineFacts
 
 log = logging.getLogger("rollout.front")
 MAX_MESSAGES_PER_TURN = 1024

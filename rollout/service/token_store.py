@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout.service.paged_rows import PagedRows, ranges
-from rollout.wire.messages import MAX_KEPT
+from rollout.wire.generation_messages import MAX_KEPT
 
 BYTES_PER_TOKEN = 4 + 3 * 4 + 8
 KEPT_BYTES_PER_TOKEN = 8 + 4 * MAX_KEPT

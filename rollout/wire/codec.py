@@ -21,7 +21,10 @@ import msgpack
 import numpy as np
 
 from rollout.errors import InvalidRequest, ProtocolMismatch, UnknownOperation, WireError, plain_text
-from rollout.wire.messages import ARRAYS, MAX_BODY_BYTES, MODELS, SMALL_BODY_BYTES, ArraySpec, Message, Op, parse_fields
+from rollout.wire.arrays import ARRAYS, ArraySpec
+from rollout.wire.fields import Message
+from rollout.wire.messages import MAX_BODY_BYTES, MODELS, SMALL_BODY_BYTES, parse_fields
+from rollout.wire.operations import Op
 
 PROTOCOL_VERSION = 1
 HEADER = struct.Struct("<HH16s")

@@ -1,6 +1,6 @@
 """What the fields of messages are made of: exact types, finite numbers, bounded text and bytes.
 
-`messages` and `weight_handles` build their bodies from these. Invariant: a body holds no field that it does not name.
+The modules of messages and `weight_handles` build their bodies from these. Invariant: a body holds no field that it does not name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ Name = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Token16 = Annotated[bytes, Field(min_length=16, max_length=16)]
 Scalar = bool | int | float | str | None
+MAX_LIST = 100_000
 
 
 class Message(BaseModel):

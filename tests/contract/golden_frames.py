@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.wire.codec import NO_REQUEST, encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 
 FILE = Path(__file__).with_suffix(".json")
 REQUEST_ID = bytes(range(16))

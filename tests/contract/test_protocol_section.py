@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 
 from rollout.wire import codec, messages
-from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, MODELS, EngineFacts, Op
+from rollout.wire.arrays import ARRAYS, MAX_BIAS_ENTRIES
+from rollout.wire.generation_messages import MAX_MEMBERS, MAX_STOP_STRINGS
+from rollout.wire.messages import MODELS
+from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, Op
+from rollout.wire.session_messages import EngineFacts
 from tests.contract.test_wire_golden import CODES
 
 README = (Path(__file__).resolve().parents[2] / "rollout" / "README.md").read_text()
@@ -43,6 +47,6 @@ def test_the_limits_are_the_codecs() -> None:
         f"{codec.MAX_DEPTH} levels, {codec.MAX_ITEMS:,} entries of a list or map, {codec.MAX_CONTAINERS:,} lists and maps in all" in SECTION
     )
     assert (messages.SMALL_BODY_BYTES, messages.LARGE_BODY_BYTES, codec.MAX_STRING) == (64 * 2**10, 16 * 2**20, 2**20)
-    assert f"{messages.MAX_MEMBERS:,}; {messages.MAX_BIAS_ENTRIES:,} (the engine takes 256); {messages.MAX_STOP_STRINGS} of" in SECTION
+    assert f"{MAX_MEMBERS:,}; {MAX_BIAS_ENTRIES:,} (the engine takes 256); {MAX_STOP_STRINGS} of" in SECTION
     dtypes = {dtype for specs in ARRAYS.values() for spec in specs.values() for dtype in spec.dtypes}
     assert all(f"`{dtype}`" in SECTION for dtype in dtypes)

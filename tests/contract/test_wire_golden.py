@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from rollout.errors import Busy, InvalidRequest, RolloutError, error_class, error_fields, error_from_fields
+from rollout.wire.arrays import ARRAYS
 from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
-from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, MODELS, Op
+from rollout.wire.messages import MODELS
+from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
 
 REQUEST_ID = bytes(range(16))
 

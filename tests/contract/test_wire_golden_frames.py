@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.wire.arrays import ARRAYS
 from rollout.wire.codec import decode
-from rollout.wire.messages import ARRAYS, CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, MODELS, Op
+from rollout.wire.messages import MODELS
+from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
 from tests.contract.golden_frames import GOLDEN, Golden, frames_of, written
 
 EVERYTHING = DATA_REQUESTS | CONTROL_REQUESTS | CLIENT_REPLIES | HOST_REQUESTS | HOST_REPLIES

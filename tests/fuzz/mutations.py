@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from rollout.wire.codec import HEADER, MAX_FRAMES
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.contract.golden_frames import GOLDEN, Golden, frames_of
 
 STRANGE_BYTES = [

@@ -18,7 +18,7 @@ from safetensors.torch import save
 import rollout
 from rollout.errors import WeightsFileRefused
 from rollout.service.weight_intake import WeightIntake
-from rollout.wire.messages import CLIENT_REPLIES, Op
+from rollout.wire.operations import CLIENT_REPLIES, Op
 from tests.contract.golden_frames import GOLDEN
 from tests.fakes import FakeEngine, ScriptedFront
 from tests.fuzz.mutations import Mutator

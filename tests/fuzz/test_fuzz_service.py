@@ -24,7 +24,7 @@ import pytest
 import rollout
 from rollout.errors import RolloutError
 from rollout.wire.codec import HEADER, decode
-from rollout.wire.messages import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
+from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
 from tests.contract.golden_frames import GOLDEN, Golden
 from tests.fakes import WireClient, fake_ids
 from tests.fuzz.audited import AuditedService, audited_service

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout.errors import HostFailed, RolloutError, WireError
 from rollout.wire.codec import Packet, decode, encode
-from rollout.wire.messages import HOST_REPLIES, Op
+from rollout.wire.operations import HOST_REPLIES, Op
 from tests.contract.golden_frames import HOST_ENDING, STEP, Golden
 from tests.fuzz.mutations import Mutator
 from tests.unit.rollout.service.request_desk import Desk

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import rollout
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
 from tests.fixtures_models import write_checkpoint
 

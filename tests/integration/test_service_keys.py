@@ -23,7 +23,7 @@ import rollout
 from rollout.errors import AccessDenied, InsecureAddress, InvalidConfig, RolloutError, ServerUnavailable
 from rollout.keys import KeyFolder, read_client_key
 from rollout.wire.codec import encode
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
 
 PROMPT = [31, 41, 59, 26]

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from rollout.wire.codec import HEADER, PROTOCOL_VERSION, decode, encode
-from rollout.wire.messages import CLIENT_REPLIES, Op
+from rollout.wire.operations import CLIENT_REPLIES, Op
 from tests.fakes import StreamReader, WireClient, code_that_makes, fake_ids, fake_service
 
 LEASE_S = 0.8

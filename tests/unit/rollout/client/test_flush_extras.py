@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.client.flush_extras import FlushExtras
-from rollout.wire.messages import Deltas, Ending
+from rollout.wire.generation_messages import Deltas, Ending
 
 TEXTS = "aé".encode()
 

@@ -27,7 +27,7 @@ from rollout.errors import (
     ServiceStopping,
 )
 from rollout.wire.codec import HEADER
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.fakes import ScriptedFront
 
 

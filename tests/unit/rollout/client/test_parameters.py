@@ -9,7 +9,8 @@ import pytest
 
 from rollout.client.parameters import id_array, prepare, prepare_group
 from rollout.errors import InvalidRequest
-from rollout.wire.messages import MAX_MEMBERS, Op
+from rollout.wire.generation_messages import MAX_MEMBERS
+from rollout.wire.operations import Op
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from rollout.client.parameters import Wants
 from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import PromptScore
 from rollout.errors import RequestFailed, RolloutError
-from rollout.wire.messages import Ending, ErrorBody
+from rollout.wire.generation_messages import Ending
+from rollout.wire.session_messages import ErrorBody
 
 NAN = float("nan")
 

@@ -17,7 +17,7 @@ from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
 from rollout.wire.codec import NO_REQUEST, Packet, decode, encode
-from rollout.wire.messages import DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
+from rollout.wire.operations import DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
 from rollout.wire.security import new_token
 from rollout.wire.transport import Sent
 from tests.fakes import StreamReader
@@ -71,7 +71,7 @@ class Desk:
         self._seq = 0
 
     def _flushed(self, session: Session, frames: list[Any]) -> Sent:
-        from rollout.wire.messages import CLIENT_REPLIES
+        from rollout.wire.operations import CLIENT_REPLIES
 
         packet = decode([bytes(frame) for frame in frames], CLIENT_REPLIES)
         self.reader.take(packet)

@@ -8,7 +8,7 @@ import pytest
 from rollout.errors import Busy, HostFailed
 from rollout.service.calls import MAX_OPEN_CALLS
 from rollout.service.sessions import Channel
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.security import new_token
 from tests.unit.rollout.service.request_desk import Desk
 

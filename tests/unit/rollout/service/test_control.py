@@ -15,7 +15,7 @@ from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.wire.codec import Packet, decode, encode
-from rollout.wire.messages import CONTROL_REQUESTS, HOST_REPLIES, Op
+from rollout.wire.operations import CONTROL_REQUESTS, HOST_REPLIES, Op
 
 REPORT = {
     "version": 1, "num_tensors": 1, "num_bytes": 4, "changed_tensors": 1, "changed_bytes": 4, "staging_s": 0.0, "swap_ms": 0.0,

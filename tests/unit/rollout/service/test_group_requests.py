@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.seeds import derive_seed
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from rollout.wire.security import new_token
 from tests.unit.rollout.service.request_desk import Desk, ending
 

@@ -10,7 +10,8 @@ import numpy as np
 from areno.request import Finished, FinishKind, FinishReason, PromptScore, StepOutput
 from rollout.service.step_outbox import MAX_GATHERED_TOKENS, MAX_UNDER_WAY, StepOutbox
 from rollout.wire.codec import decode
-from rollout.wire.messages import HOST_REPLIES, Op, Step
+from rollout.wire.host_messages import Step
+from rollout.wire.operations import HOST_REPLIES, Op
 from rollout.wire.transport import Peer, Sent
 
 

@@ -11,7 +11,7 @@ from rollout.errors import HostFailed
 from rollout.service.stop_text import StopMatch, StopText
 from rollout.service.token_store import BYTES_PER_TOKEN
 from rollout.wire.codec import decode, encode
-from rollout.wire.messages import HOST_REPLIES, Op
+from rollout.wire.operations import HOST_REPLIES, Op
 from tests.unit.rollout.agent.byte_tokenizer import files, spelled
 from tests.unit.rollout.service.request_desk import Desk, ending
 

@@ -14,7 +14,7 @@ from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.streams import Streams
 from rollout.service.token_store import KeptSets, TokenColumns
 from rollout.wire.codec import decode
-from rollout.wire.messages import CLIENT_REPLIES
+from rollout.wire.operations import CLIENT_REPLIES
 from rollout.wire.transport import Sent
 
 

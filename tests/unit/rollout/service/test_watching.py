@@ -15,7 +15,7 @@ from rollout.service.ledger import Ledger
 from rollout.service.lifecycle import Lifecycle, Phase
 from rollout.service.records import Reservation, Terminal
 from rollout.service.watchdog import Watchdog
-from rollout.wire.messages import Op
+from rollout.wire.operations import Op
 from tests.unit.rollout.service.test_ledger import tokens
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequest, ProtocolMismatch, RolloutError, UnknownOperation, WireError
 from rollout.wire.codec import HEADER, MAX_FRAMES, PROTOCOL_VERSION, decode, encode
-from rollout.wire.messages import CONTROL_REQUESTS, DATA_REQUESTS, Op
+from rollout.wire.operations import CONTROL_REQUESTS, DATA_REQUESTS, Op
 
 REQUEST_ID = bytes(range(1, 17))
 PROMPT = {"prompt_ids": np.array([1, 2, 3], np.int32)}
