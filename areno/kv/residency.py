@@ -170,18 +170,18 @@ class Residency:
             self.prefix.publish(self.seats.ids[live.seat], live.pages[:full], salt=live.request.cache_salt)
 
     def leave_row(self, live: LiveRequest) -> None:
-        """Give the row back; commands that reuse it come later in the log."""
+        """Give the row and its sampling slot back; commands that reuse them come later in the log."""
         self.rows.release(live.row)
         live.row = NO_ROW
+        if live.sampling_slot != NO_SLOT:
+            self.slots.release(live.sampling_slot)
+            live.sampling_slot = NO_SLOT
 
     def release(self, live: LiveRequest) -> None:
         """Take back pages, slot and seat, and the row if it still has one."""
         for page in live.pages:
             self.pool.release(page)
         live.pages = []
-        if live.sampling_slot != NO_SLOT:
-            self.slots.release(live.sampling_slot)
-            live.sampling_slot = NO_SLOT
         if live.row != NO_ROW:
             self.leave_row(live)
         if live.seat != NO_SEAT:

@@ -90,3 +90,26 @@ def test_the_request_after_a_thousand_random_cancels_equals_the_reference(llama:
     assert len(recorder.outputs) == 1000
     output = generate(engine, PROMPT, max_new_tokens=20, seed=3, request_id=1000, ignore_eos=True)
     assert reference_gap(reference_model(llama), PROMPT, output) < 1e-4
+
+
+@every_pair(path=["resident", "rebuilt"], run_ahead=[0, 1, 3])
+def test_a_cancelled_rows_sampling_slot_serves_the_next_request_before_its_results_are_read(llama: Path, path: str, run_ahead: int) -> None:
+    """One slot, two requests with scripts of their own: the second starts in the step after the cancel and both say their scripts."""
+    engine = make_engine(llama, decode_tables=path, run_ahead=run_ahead, sampling_slots=1, max_rows=2)
+    scripts = {1: list(range(10, 50)), 2: list(range(60, 90))}
+    for number, script in scripts.items():
+        engine.submit(request(number, PROMPT[:9], max_new_tokens=len(script), forced_ids=script, ignore_eos=True))
+    recorder = Recorder()
+    for _ in range(8):
+        recorder.add(engine.step())
+    assert engine.stats()["waiting"] == 1
+    engine.cancel(1)
+    recorder.add(engine.step())
+    engine.check_integrity()
+    assert engine.stats()["waiting"] == 0
+    while engine.has_work:
+        recorder.add(engine.step())
+        engine.check_integrity()
+    cut = recorder.outputs[1].ids
+    assert cut and cut == scripts[1][: len(cut)] and recorder.outputs[2].ids == scripts[2]
+    assert_idle(engine)
