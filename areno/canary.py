@@ -21,7 +21,7 @@ from areno.kv.store import KVStore
 from areno.request import MAX_STOP_IDS
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
-from areno.weights.update import Canary
+from areno.weights.canary import Canary
 
 _ROW = 0
 

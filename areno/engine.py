@@ -43,9 +43,12 @@ from areno.request import Finished, FinishKind, PromptScore, Request, RequestLim
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.twin import twin_config
+from areno.weights.canary import Canary
+from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
-from areno.weights.update import Canary, UpdateReport, WeightUpdate, digests
+from areno.weights.report import UpdateReport
+from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
 
 SLEEP_LEVELS = ("kv", "weights")

@@ -26,9 +26,11 @@ from areno.ranks.answers import Answer
 from areno.ranks.segment import BROADCAST, LogSegment
 from areno.ranks.state_check import state_of
 from areno.sampling.variant import Variant
+from areno.weights.canary import Canary
+from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
-from areno.weights.update import Canary, WeightUpdate, digests
+from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
 
 WARM = Variant(noise=True, sums=True)

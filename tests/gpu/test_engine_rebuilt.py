@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areno import Engine, EngineConfig, FinishKind, Request, SamplingParams
-from areno.weights.update import Canary
+from areno.weights.canary import Canary
 from tests.bench import decode_metadata, decode_trace
 from tests.bench.decode_runs import Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Plan

@@ -11,8 +11,8 @@ import torch
 
 from areno import Engine, Request, SamplingParams
 from areno.errors import CanaryMismatch, DigestMismatch, ManifestMismatch
+from areno.weights.canary import Canary
 from areno.weights.digest import digest
-from areno.weights.update import Canary
 from tests.gpu.test_engine import engine_of, run
 
 pytestmark = pytest.mark.gpu

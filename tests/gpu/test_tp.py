@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from areno import Engine, EngineConfig, EngineFailure, Request, SamplingParams
+from areno.weights.canary import Canary
 from areno.weights.digest import digest
 from areno.weights.names import TensorSpec, dtype_name
-from areno.weights.update import Canary
 from tests.bench.decode_runs import compare, lock_step, run_plan
 from tests.gpu.test_engine import Told, prompts, requests_of, run
 from tests.gpu.test_engine_rebuilt import churn

@@ -266,7 +266,7 @@ class WeightIntake:
 def _canaries(ids: np.ndarray, counts: np.ndarray, logprobs: np.ndarray, temperatures: Sequence[float]) -> list[Any]:
     if not counts.size and not temperatures:
         return []
-    from areno.weights.update import Canary
+    from areno.weights.canary import Canary
 
     if (
         (counts < 2).any()

@@ -18,9 +18,9 @@ from areno.parallel import TPGroup
 from areno.rank import fill_randomly
 from areno.weights.cut import Cut
 from areno.weights.digest import digest, digest_rows
+from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.shards import TensorShard
-from areno.weights.update import digests
 from tests.fixtures_models import FAMILIES, DenseCache, checkpoint_tensors, load_decoder, write_checkpoint
 from tests.tp_ranks import run_ranks
 

@@ -11,8 +11,9 @@ from areno.errors import CanaryMismatch
 from areno.models.dense import DenseDecoder
 from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
+from areno.weights.canary import Canary
 from areno.weights.load import load_checkpoint
-from areno.weights.update import Canary, WeightUpdate
+from areno.weights.update import WeightUpdate
 from tests.engine_runs import make_engine
 from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
 from tests.unit.areno.weights.test_slices import slices_of, spec_of

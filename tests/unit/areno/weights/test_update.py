@@ -11,9 +11,12 @@ import torch
 
 from areno.errors import DigestMismatch, InvalidRequest, ManifestMismatch
 from areno.models.dense import DenseDecoder
+from areno.weights.canary import Canary
 from areno.weights.digest import digest
+from areno.weights.live_digests import digests
 from areno.weights.names import ParameterTable, dtype_name
-from areno.weights.update import Canary, UpdateCounts, UpdateState, WeightUpdate, digests
+from areno.weights.report import UpdateCounts
+from areno.weights.update import UpdateState, WeightUpdate
 from tests.fixtures_models import checkpoint_tensors, decoder_logprobs, load_decoder, manifest_of, reference_logprobs, write_checkpoint
 
 IDS = np.random.default_rng(11).integers(0, 256, 48)
@@ -373,7 +376,7 @@ def test_a_tensor_after_verification_needs_another_verification(old: DenseDecode
 
 
 def test_a_swap_larger_than_its_scratch_buffer_is_exact(monkeypatch: pytest.MonkeyPatch, made: Path, new: Tensors) -> None:
-    monkeypatch.setattr("areno.weights.update._SCRATCH_BYTES", 1000)
+    monkeypatch.setattr("areno.weights.swap.HOST_SCRATCH_BYTES", 1000)
     decoder = load_decoder(made / "llama-old")
     before = bits(decoder.table)
     update = stage_all(begin(decoder.table), new)

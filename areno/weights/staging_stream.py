@@ -1,0 +1,103 @@
+"""Staging on a CUDA device, beside decode: copies on a stream of their own, and looks at what was copied on another.
+
+    values --stream--> staged storage --looker--> facts, read at the commit
+
+An update on a device owns one. Invariant: a look comes after the copies that it looks at; the host waits only in `settle` and `finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from areno.weights.names import ParameterTable
+from areno.weights.shards import TensorShard
+from areno.weights.staged import Layout, PendingFacts, inspect_on_device
+
+LOOK_BYTES = 1 << 30
+"""Staged bytes that one look waits for, so that its launches are few and a commit finds little left to do."""
+
+
+def layout_of(shard: TensorShard | None) -> Layout | None:
+    """Return how a rank's part lies in its tensor; None for a whole one."""
+    return None if shard is None else Layout(shard.first, shard.run, shard.stride)
+
+
+class StagingStream:
+    """Copies that wait to be launched together, and staged tensors that nothing is known of yet."""
+
+    __slots__ = ("_copies", "_looker", "_looks", "_staged", "_stream", "_table", "_unknown")
+
+    def __init__(self, table: ParameterTable, staged: ParameterTable) -> None:
+        self._table, self._staged = table, staged
+        # Looking at what is staged must not hold up the copies behind it.
+        self._stream, self._looker = torch.cuda.Stream(table.device), torch.cuda.Stream(table.device)
+        self._stream.wait_stream(torch.cuda.current_stream(table.device))
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unknown: dict[str, int] = {}
+        # When looks began and ended.
+        self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def beside_decode(self, sources: Iterable[torch.Tensor], *, complete: bool) -> Iterator[None]:
+        """Let copies run while decode goes on, unless their sources are not `complete` after what was launched before."""
+        if not complete:
+            self._stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        for source in sources:
+            if source.is_cuda:
+                source.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copy_later(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take note of copies (target, source) between places on the device; the sources are complete, and stay until `settle`."""
+        self._copies += copies
+
+    def look_later(self, name: str) -> None:
+        """Take note of a tensor that is staged and has to be looked at."""
+        self._unknown[name] = self._staged.views[name].nbytes
+
+    def forget(self, name: str) -> None:
+        """Look no more at a tensor whose slices come again."""
+        self._unknown.pop(name, None)
+
+    def look(self, *, at_least: int = LOOK_BYTES) -> dict[str, PendingFacts]:
+        """Begin to find out about what was staged, if that has so many bytes; return the facts to come. Nothing is waited for."""
+        if not self._unknown or sum(self._unknown.values()) < at_least:
+            return {}
+        names, self._unknown = list(self._unknown), {}
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._looker.wait_stream(self._stream)
+        with torch.cuda.stream(self._looker):
+            events[0].record()
+            layouts = [layout for name in names if (layout := layout_of(self._table.shards.get(name)))]
+            facts = inspect_on_device([(self._staged.views[name], self._table.views[name]) for name in names], layouts or None)
+            events[1].record()
+        self._looks.append(events)
+        return dict(zip(names, facts))
+
+    def settle(self) -> dict[str, PendingFacts]:
+        """Launch every copy and wait for it; then begin to look. Blocks: for the copies."""
+        self._launch_copies()
+        self._stream.synchronize()
+        return self.look()
+
+    def finish(self) -> tuple[dict[str, PendingFacts], float]:
+        """Copy and look at everything; return the facts that were still to come, now there, and the seconds that all looks took."""
+        self._launch_copies()
+        facts = self.look(at_least=0)
+        self._stream.synchronize()
+        self._looker.synchronize()
+        seconds = sum(begun.elapsed_time(ended) for begun, ended in self._looks) / 1e3
+        self._looks.clear()
+        return facts, seconds
+
+    def _launch_copies(self) -> None:
+        """Launch the copies that wait, those of one dtype together."""
+        copies, self._copies = self._copies, []
+        with self.beside_decode((source for _, source in copies), complete=True):
+            for dtype in {source.dtype for _, source in copies}:
+                alike = [(target, source) for target, source in copies if source.dtype == dtype]
+                torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)
