@@ -58,6 +58,7 @@ class LiveRequest:
     reason: FinishReason | None = None
     rebuilt_at: list[int] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
+    _needs: np.ndarray | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -93,6 +94,13 @@ class LiveRequest:
             kept=sampling.return_kept_ids,
             sums=sampling.logprobs,
         )
+
+    @property
+    def needs(self) -> np.ndarray:
+        """Return the variant's counts, the same for the request's life. Shapes: int64 [needs]."""
+        if self._needs is None:
+            self._needs = self.variant.counts()
+        return self._needs
 
     def slot_content(self) -> SlotContent | None:
         """Return what its sampling slot holds with the ids known now; None without a slot."""

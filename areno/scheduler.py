@@ -264,7 +264,7 @@ class Scheduler:
         assert sorted(map(id, queued)) == sorted(map(id, self._live.values())), "a request is in no queue or in two"
         ended = sum(self.counters[kind.value] for kind in FinishKind)
         assert self.counters["accepted"] == len(self._live) + ended, "accepted != live + ended"
-        needs = sum((live.variant.counts() for live in self.rows_expected().values()), Variant().counts())
+        needs = sum((live.needs for live in self.rows_expected().values()), Variant().counts())
         assert (needs == self._needs).all(), "sampler needs are miscounted"
         grouped = {id(live) for members in self._groups.values() for live in members}
         assert grouped == {id(live) for live in self._live.values() if live.request.group is not None}, "a group lost a member"
@@ -332,7 +332,7 @@ class Scheduler:
         needs = Variant().counts()
         for live in sampled:
             self._enter_row(live)
-            needs += live.variant.counts()
+            needs += live.needs
         seats = np.array([live.seat for live in sampled], dtype=np.int64)
         launch = PrefillLaunch(
             chunks=tuple(chunks),
@@ -422,7 +422,7 @@ class Scheduler:
         self._seats.generation[live.seat] = live.generation
         self._seats.scheduled[live.seat] += 1
         self._seats.covered[live.seat] = self._residency.covered_tokens(live)
-        self._needs += live.variant.counts()
+        self._needs += live.needs
         self._steady = None
 
     def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -598,7 +598,7 @@ class Scheduler:
         """Give the row back; commands that reuse it come later in the log."""
         self._row_seat[live.row] = NO_SEAT
         self._residency.leave_row(live)
-        self._needs -= live.variant.counts()
+        self._needs -= live.needs
         self._steady = None
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:

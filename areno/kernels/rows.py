@@ -40,6 +40,7 @@ _KIND, _ROW, _SOURCE, _OP_GENERATION, _SEED, _STOP_IDS = (
     tl.constexpr(_word(name)) for name in ("kind", "row", "source", "generation", "seed", "stop_ids")
 )
 _SET, _KILL, _MOVE = (tl.constexpr(int(kind)) for kind in (DeltaKind.SET, DeltaKind.KILL, DeltaKind.MOVE))
+_INT_WORDS, _FLOAT_WORDS = (tuple(_word(name) for name in fields) for fields in (INT_FIELDS, FLOAT_FIELDS))
 _STOPS = tl.constexpr(MAX_STOP_IDS)
 _ZERO_PAGE = tl.constexpr(ZERO_PAGE)
 
@@ -76,24 +77,16 @@ def pack_slot(slot: DeltaSlot, out: np.ndarray) -> tuple[int, int]:
 
     Shapes: `out` flat int32. Mutates: the front of `out`.
     """
-    kinds = slot.rows["kind"]
-    rows = slot.rows[kinds != DeltaKind.GROW]
+    grown = slot.rows["kind"] == DeltaKind.GROW
+    rows = slot.rows[~grown] if grown.any() else slot.rows
     num_rows, num_pages = rows.size, slot.pages.size
     words = slot_words(num_rows, num_pages)
     assert out.dtype == np.int32 and out.ndim == 1, f"a packed slot is flat int32, got {out.dtype} of {out.ndim} dimensions"
     assert words <= out.size, f"the slot takes {words} words, the buffer holds {out.size}: make delta slots larger"
-    operations = out[: num_rows * ROW_WORDS].view(ROW_OP)
-    operations[:] = rows
+    if num_rows:
+        out[: num_rows * ROW_WORDS] = rows.view(np.int32)
     if num_pages:
-        out[num_rows * ROW_WORDS : words].view(PAGE_OP)[:] = slot.pages
-    sets = np.flatnonzero(rows["kind"] == DeltaKind.SET)
-    targets = rows["row"][sets]
-    top = max(int(slot.pages["row"].max(initial=0)), int(targets.max(initial=0))) + 1
-    counts = np.bincount(slot.pages["row"], minlength=top)
-    operations["source"][sets] = counts[targets]
-    whole = np.full(top, np.iinfo(np.int32).max)
-    whole[targets] = counts[targets]
-    assert (slot.pages["index"] < whole[slot.pages["row"]]).all(), "the page entries of a SET are 0 to n - 1"
+        out[num_rows * ROW_WORDS : words] = slot.pages.view(np.int32)
     return num_rows, num_pages
 
 
@@ -199,8 +192,8 @@ def apply_deltas(buffer: torch.Tensor, num_rows: int, num_pages: int, state: Row
         num_pages,
         state.ints.shape[1],
         state.page_table.shape[1],
-        INT_WORDS=tuple(_word(name) for name in INT_FIELDS),
-        FLOAT_WORDS=tuple(_word(name) for name in FLOAT_FIELDS),
+        INT_WORDS=_INT_WORDS,
+        FLOAT_WORDS=_FLOAT_WORDS,
         INTS=len(INT_FIELDS),
         FLOATS=len(FLOAT_FIELDS),
         WORDS=ROW_WORDS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from areno.config import SINK_PAGE, ZERO_PAGE
-from areno.decode.deltas import PAGE_OP, DeltaPacker, DeltaSlot
-from areno.kernels.rows import LaneBuffers, apply_deltas, begin_sample, begin_step, fits, pack_slot, slot_words
+from areno.decode.deltas import ROW_OP, DeltaPacker
+from areno.kernels.rows import ROW_WORDS, LaneBuffers, apply_deltas, begin_sample, begin_step, fits, pack_slot, slot_words
 from tests.unit.areno.kernels.row_cases import PAGE_SIZE, ROWS, VOCAB, assert_same, empty_tables, poison, random_operations, shuffled
 
 
@@ -46,13 +46,16 @@ def test_pages_of_a_growth_travel_without_a_row_operation_and_capacity_is_checke
         pack_slot(slot, np.zeros(5, dtype=np.int32))
 
 
-def test_a_set_whose_pages_leave_a_hole_is_refused() -> None:
+def test_a_set_says_how_many_pages_it_brings_and_a_growth_stands_beside_it() -> None:
+    """The kernel clears what lies behind them in the row's table by that number."""
     packer = DeltaPacker()
-    packer.set_row({"row": 1}, np.array([5, 6]))
-    slot = packer.take()[0]
-    holed = DeltaSlot(rows=slot.rows, pages=np.array([(1, 0, 5), (1, 2, 6)], dtype=PAGE_OP))
-    with pytest.raises(AssertionError, match="0 to n - 1"):
-        pack_slot(holed, np.zeros(99, dtype=np.int32))
+    packer.set_row({"row": 1, "sampling_slot": -1}, np.array([5, 6]))
+    packer.grow(2, 1, 4, np.array([9]))
+    packer.kill(3, 1)
+    out = np.zeros(256, dtype=np.int32)
+    assert pack_slot(packer.take()[0], out) == (2, 3)
+    operations = out[: 2 * ROW_WORDS].view(ROW_OP)
+    assert operations["row"].tolist() == [1, 3] and operations["source"].tolist() == [2, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
