@@ -66,7 +66,8 @@ class ServiceConfig:
     """How a service runs.
 
     Units: seconds and bytes as named. `lease_s` is how long a silent client keeps its requests; `flush_interval_s` the
-    least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged;
+    least time between two messages to one client; `credit_bytes` how much a client may leave unacknowledged, and
+    `host_credit_bytes` the front, before the engine host stops stepping;
     `max_record_bytes` bounds prompts and results of all live requests together, `max_client_record_bytes` and
     `max_client_requests` what one client has of them. An engine host that owes something and is silent for `host_timeout_s`,
     or not ready after `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in
@@ -109,6 +110,7 @@ class ServiceConfig:
     lease_s: float = 30.0
     flush_interval_s: float = 0.002
     credit_bytes: int = 8 * 2**20
+    host_credit_bytes: int = 16 * 2**20
     max_message_bytes: int = 64 * 2**20
     max_record_bytes: int = 2**30
     max_requests: int = 16_384
@@ -137,6 +139,7 @@ class ServiceConfig:
                 raise _refuse(name, getattr(self, name), "0.2 seconds or more")
         for name, low in (
             ("credit_bytes", 2**16),
+            ("host_credit_bytes", 2**16),
             ("max_message_bytes", 2**20),
             ("max_record_bytes", 2**16),
             ("max_requests", 1),

@@ -73,6 +73,7 @@ class HostConfig:
     lost: Mapping[str, Any] | None
     threads: int | None
     max_message_bytes: int
+    credit_bytes: int
     log_format: str
     own_files: list[str]
     service_lock: str
@@ -165,12 +166,12 @@ def requests_of(body: Submit, arrays: Arrays) -> list[Request]:
 class EngineHost:
     """The loop; owns the engine, its intake and the outbox."""
 
-    def __init__(self, engine: Any, peer: Peer, weights_dir: Path, last: LastWeights) -> None:
+    def __init__(self, engine: Any, peer: Peer, weights_dir: Path, last: LastWeights, credit_bytes: int) -> None:
         self._engine, self._peer, self._last = engine, peer, last
         # Readable when another rank of the engine is lost: an engine without work has to notice it too.
         self._lost_fd: int | None = engine.lost_fd
         self._poller = Poller([peer] if self._lost_fd is None else [peer, self._lost_fd])
-        self._outbox = StepOutbox(peer)
+        self._outbox = StepOutbox(peer, credit_bytes)
         self._intake = WeightIntake(engine, weights_dir)
         self._paused = False
         self._asleep = self._keep_again = False
@@ -307,7 +308,8 @@ class EngineHost:
         self._outbox.reply(Op.SCORED, packet.request_id, {"version": int(score.version)}, arrays)
 
     def _stats(self, packet: Packet) -> None:
-        self._outbox.reply(Op.STATS_RESULT, packet.request_id, {"values": {}, "engine": _finite(self._engine.stats())})
+        numbers = {**self._engine.stats(), "unacknowledged_bytes": self._outbox.num_bytes}
+        self._outbox.reply(Op.STATS_RESULT, packet.request_id, {"values": {}, "engine": _finite(numbers)})
 
     def _pause(self, packet: Packet) -> None:
         self._paused = True
@@ -460,7 +462,7 @@ def _serve(config: HostConfig, peer: Peer) -> int:
     try:
         if config.lost is not None:
             last.restore(int(config.lost["version"]), config.lost["digests"])
-        EngineHost(engine, peer, Path(config.weights_dir), last).run()
+        EngineHost(engine, peer, Path(config.weights_dir), last, config.credit_bytes).run()
     except Exception as error:
         log.exception("the engine host fails")
         peer.send(encode(Op.HOST_FAILED, NO_REQUEST, {"error": error_fields(error)}))

@@ -466,6 +466,8 @@ class Front:
             "oldest_stall_s": stall_s,
             "oldest_stall": stalled,
             "credit_bytes": self._config.credit_bytes,
+            "host_credit_bytes": self._config.host_credit_bytes,
+            "host_queued_bytes": self._link.queued_bytes,
             "max_record_bytes": self._config.max_record_bytes,
             "max_requests": self._config.max_requests,
             "version": self._admission.version,

@@ -70,9 +70,9 @@ class HostLink:
         return self._process.pid if self._process is not None else None
 
     @property
-    def unsent(self) -> int:
-        """Messages that found no room yet."""
-        return len(self._unsent)
+    def queued_bytes(self) -> int:
+        """Bytes of the messages that found no room yet."""
+        return sum(memoryview(frame).nbytes for frames in self._unsent for frame in frames)
 
     def _endpoint(self) -> str:
         address = parse_address(str(self._config.address))
@@ -96,6 +96,7 @@ class HostLink:
             "lost": None if lost is None else {"version": lost.version, "digests": dict(lost.digests)},
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
+            "credit_bytes": self._config.host_credit_bytes,
             "log_format": self._config.log_format,
             "own_files": [str(path) for path in self._files],
             "service_lock": str(state.lock_path(address)),

@@ -1,8 +1,8 @@
 """What the engine host owes the front: verdicts, tokens and endings, joined until the front takes them.
 
 The host's loop adds to it after every step and never waits for a send. While messages are under way the news of later
-steps join into one larger message; when too much has gathered the host stops stepping until the front has caught up.
-Nothing is dropped.
+steps join into one larger message; while what is gathered and what the front has not acknowledged take as many bytes as the
+service allows (`host_credit_bytes`), the host does not step. Nothing is dropped; one step's news may come on top.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from areno import Finished, PromptScore, StepOutput
 
 MAX_UNDER_WAY = 8
-MAX_GATHERED_TOKENS = 2**16
 COLUMNS = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
 DTYPES = (np.int64, np.int32, np.float32, np.float32, np.float32, np.int64)
+TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in DTYPES)
+# About what a verdict with words, or an ending, takes.
+ENTRY_BYTES = 256
 
 
 def ending_fields(ending: Finished) -> dict[str, object]:
@@ -69,22 +71,29 @@ def score_arrays(scores: Sequence[PromptScore]) -> dict[str, np.ndarray]:
 class StepOutbox:
     """Owns what was not sent or not acknowledged; see the module."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, peer: Peer, credit_bytes: int) -> None:
+        self._peer, self._credit_bytes = peer, credit_bytes
         self._seq = 0
-        self._acknowledged = 0
+        # Bytes of each message that is not acknowledged, the oldest first, and of all of them.
+        self._under_way: deque[int] = deque()
+        self._under_way_bytes = 0
         self._accepted: list[int] = []
         self._refused: list[dict[str, object]] = []
         self._outputs: list[StepOutput] = []
         self._scores: list[PromptScore] = []
         self._finished: list[dict[str, object]] = []
-        self._tokens = 0
+        self._gathered_bytes = 0
         self._unsent: deque[list[Frame]] = deque()
 
     @property
     def full(self) -> bool:
         """Whether the host must not step."""
-        return self._tokens >= MAX_GATHERED_TOKENS
+        return self.num_bytes >= self._credit_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What is gathered and what is sent without an acknowledgement."""
+        return self._gathered_bytes + self._under_way_bytes
 
     @property
     def wants_room(self) -> bool:
@@ -94,23 +103,29 @@ class StepOutbox:
     def accept(self, engine_id: int) -> None:
         """Add the engine's consent."""
         self._accepted.append(engine_id)
+        self._gathered_bytes += 8
 
     def refuse(self, engine_id: int, error: Exception) -> None:
         """Add the engine's refusal."""
         self._refused.append({"engine_id": engine_id, "error": error_fields(error)})
+        self._gathered_bytes += ENTRY_BYTES
 
     def add(self, output: StepOutput) -> None:
         """Add what a step learned."""
         if len(output.request_ids):
             self._outputs.append(output)
-            self._tokens += len(output.request_ids)
+            self._gathered_bytes += TOKEN_BYTES * len(output.request_ids)
+            if output.kept_counts is not None and output.kept_ids is not None:
+                self._gathered_bytes += 4 * (output.kept_counts.size + output.kept_ids.size)
         self._scores.extend(output.prompt_scores)
-        self._tokens += sum(score.logprobs.size for score in output.prompt_scores)
+        self._gathered_bytes += sum(8 * score.logprobs.size for score in output.prompt_scores)
         self._finished.extend(ending_fields(ending) for ending in output.finished)
+        self._gathered_bytes += ENTRY_BYTES * len(output.finished)
 
     def acknowledge(self, seq: int) -> None:
         """Take the front's word that messages up to `seq` arrived."""
-        self._acknowledged = max(self._acknowledged, seq)
+        while self._under_way and self._seq - len(self._under_way) < seq:
+            self._under_way_bytes -= self._under_way.popleft()
 
     def reply(self, op: Op, call_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send anything that is no step; keeps the order among such messages."""
@@ -127,12 +142,15 @@ class StepOutbox:
         self.send_queued()
         if not (self._accepted or self._refused or self._outputs or self._scores or self._finished):
             return
-        if self._unsent or self._seq - self._acknowledged >= MAX_UNDER_WAY:
+        if self._unsent or len(self._under_way) >= MAX_UNDER_WAY:
             return
         self._seq += 1
         fields = {"seq": self._seq, "version": version, "refused": self._refused, "finished": self._finished}
         self._unsent.append(encode(Op.STEP, NO_REQUEST, fields, self._arrays()))
-        self._accepted, self._refused, self._outputs, self._scores, self._finished, self._tokens = [], [], [], [], [], 0
+        self._accepted, self._refused, self._outputs, self._scores, self._finished = [], [], [], [], []
+        self._under_way.append(self._gathered_bytes)
+        self._under_way_bytes += self._gathered_bytes
+        self._gathered_bytes = 0
         self.send_queued()
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ decide what follows: a model that nobody ever updated serves on, an updated one 
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -29,7 +30,23 @@ log = logging.getLogger("rollout.front")
 MAX_MESSAGES_PER_TURN = 1024
 RESTART_WINDOW_S = 60.0
 
+# What a host whom nobody here killed may have met, by the signal that ended it.
+SIGNALS = {
+    signal.SIGKILL: "it was ended from outside: by a person, by another rank (the log names it), or by the kernel for want of memory (dmesg)",
+    signal.SIGSEGV: "a library of its process broke; the log has the place",
+    signal.SIGABRT: "a library of its process gave up; the log has its last words",
+    signal.SIGBUS: "memory that it had mapped is gone, as when /dev/shm is full",
+}
+
 OnEvent = Callable[[str, Mapping[str, object]], None]
+
+
+def how_ended(status: int) -> str:
+    """Say in words how a process ended: `Popen`'s return code, negative for a signal."""
+    if status >= 0:
+        return f"ended with status {status}"
+    known = -status in set(signal.Signals)
+    return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
 
 
 class Supervisor:
@@ -149,14 +166,14 @@ class Supervisor:
         for packet in self._link.last_words():
             if not self._took(packet):
                 break
-        cause = self._cause
+        cause, pid = self._cause, self._link.pid
         now = time.monotonic()
         self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
         restarts = self.was_ready and len(self._starts) <= self._max_restarts
         self._control.host_died()
         error = HostFailed(
-            f"the engine host ended with status {status}" + (f": {cause.what}" if cause else ""),
-            limit=cause.limit if cause else None,
+            f"the engine host (pid {pid}) {how_ended(status)}" + (f": {cause.what}" if cause else ""),
+            limit=cause.limit if cause else SIGNALS.get(-status),
             remedy=self._remedy(cause, restarts=restarts),
         )
         if self.was_ready or cause is None:

@@ -46,7 +46,8 @@ def test_a_scrape_shows_what_stats_says_also_while_a_host_is_replaced(tmp_path: 
         assert seen["rollout_requests_accepted_total"] == stats["accepted"] == 3
         assert seen["rollout_requests_ended_total length"] == 3 and seen["rollout_tokens_total"] == 12
         assert seen["rollout_health ready"] == 1 and sum(value for name, value in seen.items() if name.startswith("rollout_health ")) == 1
-        assert seen["rollout_credit_bytes"] == 8 * 2**20 and seen["rollout_engine_running"] == 0
+        assert seen["rollout_credit_bytes"] == 8 * 2**20 and seen["rollout_host_credit_bytes"] == 16 * 2**20
+        assert seen["rollout_engine_unacknowledged_bytes"] == seen["rollout_host_queued_bytes"] == 0 and seen["rollout_engine_running"] == 0
         assert seen["rollout_accounting_errors_total"] == 0
         with ThreadPoolExecutor(8) as pool:
             assert all(one["rollout_requests_accepted_total"] == 3 for one in pool.map(scrape, [service.metrics] * 16))
@@ -60,7 +61,7 @@ def test_a_scrape_shows_what_stats_says_also_while_a_host_is_replaced(tmp_path: 
         assert service._folder is not None
         lines = [json.loads(line) for line in (service._folder / "service.log").read_text().splitlines()]
         assert {line["process"] for line in lines} == {"front", "engine_host"}
-        assert any("ended with status -9" in line["message"] and line["level"] == "error" for line in lines)
+        assert any("was killed by SIGKILL" in line["message"] and line["level"] == "error" for line in lines)
         picture = CliRunner().invoke(app, ["top", "--once", "--interval-s", "0.2", "--address", client.address])
         assert picture.exit_code == 0, picture.output
         assert "ready" in picture.output and "tokens" in picture.output and client.address in picture.output

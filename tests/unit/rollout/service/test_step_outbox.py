@@ -6,13 +6,17 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from areno.request import Finished, FinishKind, FinishReason, PromptScore, StepOutput
-from rollout.service.step_outbox import MAX_GATHERED_TOKENS, MAX_UNDER_WAY, StepOutbox
+from rollout.service.step_outbox import MAX_UNDER_WAY, TOKEN_BYTES, StepOutbox
 from rollout.wire.codec import decode
 from rollout.wire.host_messages import Step
 from rollout.wire.operations import HOST_REPLIES, Op
 from rollout.wire.transport import Peer, Sent
+
+
+CREDIT = 2**20
 
 
 class ListPeer:
@@ -44,7 +48,7 @@ def step(ids: list[int]) -> StepOutput:
 
 
 def outbox_of(peer: ListPeer) -> StepOutbox:
-    return StepOutbox(cast(Peer, peer))
+    return StepOutbox(cast(Peer, peer), CREDIT)
 
 
 def received(peer: ListPeer) -> list[int]:
@@ -65,20 +69,36 @@ def test_without_acknowledgements_later_steps_join_into_one_message() -> None:
     assert received(peer) == list(range(100))
 
 
-def test_too_many_gathered_tokens_stop_the_host_until_the_front_catches_up() -> None:
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_bytes_that_the_front_has_not_acknowledged_stop_the_host_until_it_catches_up(tokens: int) -> None:
+    """Whether they wait here, as with many small messages, or in the socket."""
     peer = ListPeer()
     outbox = outbox_of(peer)
-    for _ in range(MAX_UNDER_WAY):
-        outbox.add(step([1]))
-        outbox.flush(0)
     while not outbox.full:
-        outbox.add(step([1] * 4096))
+        outbox.add(step([1] * tokens))
         outbox.flush(0)
-    assert len(received(peer)) == MAX_UNDER_WAY
-    outbox.acknowledge(MAX_UNDER_WAY)
+    assert CREDIT <= outbox.num_bytes < CREDIT + TOKEN_BYTES * tokens
+    assert len(peer.packets) <= MAX_UNDER_WAY
+    for seq in range(1, MAX_UNDER_WAY + 2):
+        outbox.acknowledge(seq)
+        outbox.flush(0)
+    assert not outbox.full and outbox.num_bytes == 0
+    assert TOKEN_BYTES * len(received(peer)) >= CREDIT
+
+
+def test_the_bytes_counted_are_those_of_the_frames() -> None:
+    """Kept sets and endings too: a step whose tokens are few may be large."""
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    kept = replace(step([3, 4]), kept_counts=np.array([500, 500], np.int32), kept_ids=np.arange(1000, dtype=np.int32))
+    score = PromptScore(request_id=7, start=5, logprobs=np.zeros(300, np.float32), raw_logprobs=np.zeros(300, np.float32), version=2)
+    outbox.add(replace(kept, prompt_scores=(score,)))
     outbox.flush(0)
-    assert not outbox.full
-    assert len(received(peer)) >= MAX_GATHERED_TOKENS
+    [packet] = peer.packets
+    assert outbox.num_bytes == sum(array.nbytes for name, array in packet.arrays.items() if name != "prompt_scores")
+    ending = Finished(request_id=7, reason=FinishReason(kind=FinishKind.LENGTH), prompt_tokens=3, output_tokens=9, cached_tokens=0, seed=1)
+    outbox.add(StepOutput.empty((ending,) * 10_000))
+    assert outbox.full, "endings that nobody takes are bytes as well"
 
 
 def test_a_full_socket_is_tried_again_and_keeps_the_order() -> None:
@@ -131,12 +151,13 @@ def test_kept_sets_and_scored_prompts_of_joined_steps_stay_with_their_tokens() -
 def test_a_score_alone_is_news_and_counts_against_the_bound() -> None:
     peer = ListPeer()
     outbox = outbox_of(peer)
-    floats = np.zeros(MAX_GATHERED_TOKENS, np.float32)
+    floats = np.zeros(CREDIT // 8, np.float32)
     outbox.add(
         replace(StepOutput.empty(), prompt_scores=(PromptScore(request_id=7, start=1, logprobs=floats, raw_logprobs=floats, version=0),))
     )
     assert outbox.full
     outbox.flush(0)
+    outbox.acknowledge(1)
     assert not outbox.full and len(peer.packets) == 1
 
 
