@@ -1,7 +1,8 @@
-"""A real engine that meets an error of a CUDA device when a file says so: in a launch, a score or the proof of weights.
+"""A real engine that meets an error of a CUDA device when a file says so: in a launch, a score,
+a slice of weights or their proof.
 
 `load_breaking_engine` is the factory that a service's JSON config names; the engine host around it is the real one. The
-file holds a word for the place (step, score, proof) and one for the kind (illegal, full); it is taken away when it strikes,
+file holds a word for the place (step, score, slice, proof) and one for the kind (illegal, full, odd); it is taken away when it strikes,
 so that the next host works.
 """
 
@@ -19,6 +20,7 @@ from areno.executor import Executor
 ERRORS: dict[str, RuntimeError] = {
     "illegal": RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"),
     "full": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "odd": RuntimeError("the lining of this engine is worn"),
 }
 
 
@@ -71,6 +73,8 @@ def load_breaking_engine(*, trigger: str, **options: Any) -> Engine:
     engine = Engine(EngineConfig(**options))
     breaks = Trigger(Path(trigger))
     engine._executor = BreakingExecutor(engine, breaks)
+    open_update = engine._open_update
+    engine._open_update = lambda: Breaking(open_update(), "stage_slice", breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
     engine._forward = Breaking(engine._forward, "score", breaks, "score")  # type: ignore[assignment]
     engine._proof = Breaking(engine._proof, "measure", breaks, "proof")  # type: ignore[assignment]
     return engine

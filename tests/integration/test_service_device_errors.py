@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import rollout
 from rollout.client.local import LocalService
-from rollout.errors import HostFailed, NeedsWeights, RequestFailed, RequestTooLong, WeightUpdateError
+from rollout.errors import HostFailed, NeedsWeights, RequestFailed, RequestTooLong, RolloutError, WeightUpdateError
 from tests.fixtures_models import write_checkpoint
 from trainer_bridge import PushWarning, WeightPush
 
@@ -140,6 +140,37 @@ def test_a_score_for_which_memory_runs_out_is_refused_and_nothing_else_ends(brok
         client.score(PROMPT)
     assert len(list(stream)[-1].finished.ids) == 60
     assert client.stats()["host_starts"] == starts
+
+
+@pytest.mark.parametrize("transport", ["memory", "frames", "group"])
+@pytest.mark.parametrize(("kind", "cause"), [("odd", "the lining of this engine is worn"), ("full", "no memory to stage")])
+def test_a_bucket_at_which_the_engine_raises_is_refused_with_the_cause_and_the_next_push_works(
+    broken: Broken, client: Any, trained: Any, transport: str, kind: str, cause: str
+) -> None:
+    expected, before = greedy(client), client.stats()
+    assert before["version"] == 0
+    push = WeightPush(client, trained, transport=transport, bucket_bytes=8192)
+    send, sent = push._transport.send, []
+
+    def breaking(bucket: Any) -> None:
+        sent.append(1)
+        if len(sent) == 2:
+            broken.break_at("slice", kind)
+        send(bucket)
+
+    push._transport.send = breaking  # type: ignore[method-assign]
+    stream = client.stream(PROMPT, max_new_tokens=60, ignore_eos=True, seed=1)
+    next(stream)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=cause):
+        push.push()
+    assert time.monotonic() - started < 5.0, "a trainer that waits for a collective hears it in time"
+    assert len(list(stream)[-1].finished.ids) == 60
+    assert greedy(client) == expected
+    ticket = client.weights_begin(None)
+    client.weights_abort(ticket.update_id)
+    after = client.stats()
+    assert (after["host_starts"], after["version"], after["open_calls"]) == (before["host_starts"], 0, before["open_calls"])
 
 
 def test_a_first_commit_that_breaks_the_device_leaves_the_folders_weights(broken: Broken, client: Any, trained: Any) -> None:
