@@ -31,8 +31,8 @@ MAX_MESSAGES_PER_TURN = 1024
 RESTART_WINDOW_S = 60.0
 
 # What a host whom nobody here killed may have met, by the signal that ended it.
-SIGNALS = {
-    signal.SIGKILL: "it was ended from outside: by a person, by another rank (the log names it), or by the kernel for want of memory (dmesg)",
+SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "from outside: by a person, by another rank (the log names it), or by the kernel for want of memory (dmesg)",
     signal.SIGSEGV: "a library of its process broke; the log has the place",
     signal.SIGABRT: "a library of its process gave up; the log has its last words",
     signal.SIGBUS: "memory that it had mapped is gone, as when /dev/shm is full",

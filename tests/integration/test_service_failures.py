@@ -61,7 +61,9 @@ def test_a_killed_host_fails_its_requests_by_name_and_a_new_one_serves(tmp_path:
         next(stream)
         assert service.pid is not None
         host_of(service.pid).kill()
-        with pytest.raises(RequestFailed, match=r"engine host \(pid \d+\) was killed by SIGKILL.*want of memory.*submit the request again") as failed:
+        with pytest.raises(
+            RequestFailed, match=r"engine host \(pid \d+\) was killed by SIGKILL.*want of memory.*submit the request again"
+        ) as failed:
             for _ in stream:
                 pass
         assert failed.value.reason_code == "host_failed"

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 import rollout
-from rollout.errors import DigestMismatch, ManifestMismatch, RolloutError
+from rollout.errors import DigestMismatch, ManifestMismatch, RolloutError, TransportUnavailable
 from tests.fixtures_models import reference_logprobs, tiny_model, write_checkpoint
 from trainer_bridge import PushError, WeightPush
 from trainer_bridge.weights import bucket as buckets
@@ -326,3 +329,51 @@ def test_an_engine_killed_in_a_bucket_is_a_typed_error_and_the_next_push_brings_
         wait_until(lambda: client.info().health == "needs_weights", 30)
         assert push.push_if_needed() is not None
         assert_serves(client, model_of(13))
+
+
+def test_a_trainer_whose_group_has_another_size_is_refused_in_time_and_the_next_push_works(client: Any) -> None:
+    version = client.info().version
+    ticket = client.weights_begin(None)
+    store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=2), wait_for_workers=False)
+    refused: list[BaseException] = []
+
+    def three() -> None:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=2)
+        try:
+            dist.ProcessGroupGloo(dist.PrefixStore("areno-weights", store), 0, 3, options)
+        except RuntimeError as error:
+            refused.append(error)
+
+    other = threading.Thread(target=three)
+    other.start()
+    started = time.monotonic()
+    call = client.weights_join_group(ticket.update_id, host="127.0.0.1", port=store.port, backend="gloo", timeout_s=1.0, device=None)
+    with pytest.raises(TransportUnavailable, match="cannot be joined") as error:
+        call.result(5.0)
+    assert time.monotonic() - started < 5.0 and error.value.limit is not None and error.value.remedy is not None
+    other.join(10.0)
+    assert refused, "three cannot be made of two"
+    client.weights_abort(ticket.update_id)
+    assert client.info().version == version
+    model = model_of(31)
+    assert WeightPush(client, model, transport="group").push().version > version
+    assert_serves(client, model)
+
+
+def test_a_trainer_that_comes_back_while_its_dead_self_still_pauses_the_engine_pushes_and_waits_for_the_lease_only(
+    service: rollout.LocalService, client: Any
+) -> None:
+    code = "import sys, time, rollout\nclient = rollout.connect(sys.argv[1])\nclient.pause()\nprint('paused', flush=True)\ntime.sleep(60)"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", code, str(service.address)], stdout=subprocess.PIPE, text=True, env=environment) as dead:
+        assert dead.stdout is not None and dead.stdout.readline() == "paused\n"
+        dead.kill()
+    model = model_of(32)
+    started = time.monotonic()
+    push = WeightPush(client, model).push()
+    assert time.monotonic() - started < 1.5 and client.info().paused_by, "weights are taken during the pause"
+    assert_serves(client, model)
+    assert time.monotonic() - started < 8.0 and not client.info().paused_by
+    assert client.info().version == push.version

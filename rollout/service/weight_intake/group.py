@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "areno-weights"
 MAX_CAUSE = 500
+GRACE_S = 0.5
 ENGINE_RANK, GROUP_SIZE = 1, 2
 
 
@@ -52,9 +54,16 @@ class _Background:
         """The error in words."""
         return f"{type(self.error).__name__}: {str(self.error)[:MAX_CAUSE]}"
 
-    def wait(self) -> Steps:
-        """Yield until it has ended."""
+    def wait(self, timeout_s: float) -> Steps:
+        """Yield until it has ended, or until so long is over: then it goes on to its own end, and what it makes is dropped.
+
+        Gloo keeps its time-out only roughly: a peer that counts other members holds it for five seconds at least.
+        """
+        deadline = time.monotonic() + timeout_s + GRACE_S
         while self._thread.is_alive():
+            if time.monotonic() > deadline:
+                self.error = TimeoutError(f"nothing within {timeout_s:g} s; is the trainer's group one of {GROUP_SIZE}?")
+                return
             yield True
 
 
@@ -87,7 +96,7 @@ class GroupLink:
     def join(self) -> Steps:
         """Join, yielding meanwhile. Raises: TransportUnavailable."""
         task = _Background(self._connect)
-        yield from task.wait()
+        yield from task.wait(self._body.timeout_s)
         if task.error is not None:
             raise _unavailable(
                 f"the group at {self._body.host}:{self._body.port} cannot be joined",
@@ -121,8 +130,10 @@ class GroupLink:
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         task = _Background(lambda: self._broadcast(size))
-        yield from task.wait()
+        yield from task.wait(self._body.timeout_s)
         if task.error is not None:
+            # Whatever still comes must not reach what a later bucket is read from.
+            self._buffer = None
             raise refused(
                 bucket,
                 "its broadcast did not come",

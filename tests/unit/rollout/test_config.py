@@ -35,7 +35,8 @@ def test_what_is_no_config_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", ""), ("lease_s", 0.1), ("lease_s", float("nan")), ("lease_s", True), ("flush_interval_s", -1), ("credit_bytes", 5), ("host_credit_bytes", 5),
+        ("model", ""), ("lease_s", 0.1), ("lease_s", float("nan")), ("lease_s", True), ("flush_interval_s", -1), ("credit_bytes", 5),
+        ("host_credit_bytes", 5),
         ("max_message_bytes", 1), ("max_record_bytes", 1.5), ("max_requests", 0), ("max_restarts", -1), ("threads", 0), ("engine", "x"),
     ],
 )  # fmt: skip

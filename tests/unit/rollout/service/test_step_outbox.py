@@ -15,7 +15,6 @@ from rollout.wire.host_messages import Step
 from rollout.wire.operations import HOST_REPLIES, Op
 from rollout.wire.transport import Peer, Sent
 
-
 CREDIT = 2**20
 
 
