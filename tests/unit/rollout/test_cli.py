@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from rollout.cli import app
+from rollout.cli import _shown, app
 from rollout.config import default_threads
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,31 @@ def test_check_cuts_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     state = tmp_path / ("long" * 30)
     monkeypatch.setenv("ARENO_STATE_DIR", str(state))
     assert str(state) in CliRunner().invoke(app, ["check"], env={"COLUMNS": "80"}).output
+
+
+def test_check_says_one_remedy_for_a_state_folder_that_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("ARENO_STATE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["check"])
+    (line,) = [line for line in result.output.splitlines() if "state folder" in line]
+    assert result.exit_code == 1
+    assert f"{tmp_path} may be entered by others (mode 755)" in line
+    assert f"remedy: chmod 700 {tmp_path} if it is nobody else's, or set ARENO_STATE_DIR to a folder of its own" in line
+    assert "writable" not in line and "InvalidConfig" not in line
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "-"), ((), "-"), ("", "-"), ((256, 257), "256, 257"), (10.562517712, "10.5625"), (0, "0"), (False, "False")]
+)
+def test_values_are_shown_as_people_read_them(value: object, shown: str) -> None:
+    assert _shown(value) == shown
+
+
+def test_an_interpreter_without_the_packages_is_told_which_one_has_them() -> None:
+    # -S leaves the installed packages out, as the system's interpreter does.
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "rollout", "check"], cwd=REPOSITORY, env={}, capture_output=True, text=True, timeout=30
+    )
+    assert result.returncode == 1
+    assert "has no package 'typer'" in result.stderr and "use .venv/bin/python (`make setup` makes it)" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+import rollout
 from rollout.client.local import OWNER_FILE, sweep_folders
 
 
@@ -35,3 +37,11 @@ def test_only_folders_of_dead_owners_are_swept(tmp_path: Path) -> None:
     sweep_folders(tmp_path)
     assert [one.exists() for one in (dead, reused)] == [False, False]
     assert all(one.exists() for one in (alive, other, nameless, link))
+
+
+def test_a_service_that_is_taken_for_its_client_says_where_the_client_is() -> None:
+    service = rollout.local("no/model")
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'; the client has it: `with rollout.local\(\.\.\.\) as client:`"):
+        service.generate([1])
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        service.nothing  # noqa: B018
