@@ -662,7 +662,12 @@ class Engine:
     def close(self) -> None:
         """Drop the open update and end the other ranks; the engine holds nothing else beyond its memory. Blocks: at most some seconds."""
         self._update = None
-        self._ranks.close()
+        self._ranks.close(self._leave)
+
+    def _leave(self) -> None:
+        """Drop what was captured with collectives inside: a group does not end before."""
+        with current_device(self._device):
+            self._rank.forget_captures()
 
     def _read(self, *, drain: bool) -> list[StepOutput]:
         return [self._scheduler.consume(result) for result in self._ring.ready(drain=drain)]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,9 @@ from areno.errors import EngineFailure, InvalidConfig
 BACKENDS = ("gloo", "nccl")
 MAX_CAUSE = 500
 _PREFIX = "areno-tp"
+_CLOSE_S = 5.0
+# Ranks watch over each other themselves (`ranks/watch.py`). The library's own watch would end the whole process where a group is given up.
+_NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @dataclass(slots=True)
@@ -52,11 +57,12 @@ class TPGroup:
     current stream, return at once and may be captured.
     """
 
-    __slots__ = ("_backend", "_store", "counts", "device", "rank", "size")
+    __slots__ = ("_aborting", "_backend", "_store", "counts", "device", "rank", "size")
 
     def __init__(self, rank: int, size: int, device: torch.device, backend: Any, store: Any) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._backend, self._store = backend, store
+        self._aborting: threading.Thread | None = None
         self.counts = CollectiveCounts()
 
     @staticmethod
@@ -141,17 +147,25 @@ class TPGroup:
         return rows
 
     def abort(self) -> None:
-        """End collectives that wait for a lost rank, as far as the backend can; the group is of no use afterwards."""
+        """End collectives that wait for a lost rank, as far as the backend can; the group is of no use afterwards. Repeatable.
+
+        Returns at once: NCCL tells its kernels to end, then waits until no captured step names the group.
+        """
         # Not read under a lock: the thread that waits inside a collective holds on to the backend itself.
-        abort = getattr(self._backend, "abort", None)
-        if abort is not None:
-            with contextlib.suppress(RuntimeError):
-                abort()
+        backend = self._backend
+        if backend is None or self._aborting is not None:
+            return
+        self._aborting = threading.Thread(target=_abort, args=(backend,), name="group-abort", daemon=True)
+        with contextlib.suppress(RuntimeError):
+            self._aborting.start()
 
     def close(self) -> None:
-        """Leave the group; collectives are not possible afterwards."""
+        """Leave the group; collectives are not possible afterwards. Blocks: at most some seconds, while captured steps name it."""
         self.abort()
+        # The library's object goes with the thread that ends it, since its own threads may take their time as well.
         self._backend = self._store = None
+        if self._aborting is not None and self._aborting.ident is not None:
+            self._aborting.join(_CLOSE_S)
 
     def _gather(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         from torch.distributed.distributed_c10d import AllgatherOptions
@@ -171,6 +185,23 @@ class TPGroup:
                 work.wait()
         except RuntimeError as error:
             raise _lost(f"a {what} of rank {self.rank} of {self.size} failed", error) from error
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
+@contextlib.contextmanager
+def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Set what the environment does not say for the length of a block: NCCL's group reads its options there, once."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _on_this_stream(options: Any) -> Any:
@@ -216,7 +247,7 @@ def _backend_group(backend: str, store: Any, rank: int, size: int, timeout: date
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _defaults_in_environment(_NCCL_DEFAULTS):
             group = nccl(store, rank, size, options)
             # The communicator is made by the first collective, which must not be a captured one.
             group.allreduce([torch.zeros(1, device=device)]).wait()

@@ -183,9 +183,13 @@ class Rank:
     def release_kv(self) -> None:
         """Give the memory of keys and values back, and drop what was captured over it and what waits to be swapped."""
         self.model.table.release_staging()
+        self.forget_captures()
+        self.store.release()
+
+    def forget_captures(self) -> None:
+        """Drop what was captured. Blocks: until the device has done what was launched."""
         self.path.forget_captures()
         self.forward.forget_captures()
-        self.store.release()
 
 
 def fill_randomly(model: DenseDecoder, seed: int) -> None:

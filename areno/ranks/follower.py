@@ -9,6 +9,7 @@ only after the beat has begun.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from areno.errors import ArenoError, EngineFailure
 from areno.ranks.answers import Answer, put_answer, put_state
@@ -25,7 +26,7 @@ from areno.ranks.log import LogReader
 from areno.ranks.operations import CheckState, Stop
 from areno.ranks.plan import RankPlan
 from areno.ranks.segment import LogSegment, Own, Phase
-from areno.ranks.watch import EXIT_FAILED, EXIT_ORPHANED, EXIT_REFUSED, LeaderWatch
+from areno.ranks.watch import EXIT_FAILED, EXIT_ORPHANED, EXIT_REFUSED, STACKS_SIGNAL, LeaderWatch
 
 if TYPE_CHECKING:
     from areno.parallel import TPGroup
@@ -57,7 +58,7 @@ class Follower:
         os._exit(EXIT_ORPHANED)
 
     def run(self) -> int:
-        """Follow the log to its end; return the exit status. Blocks."""
+        """Follow the log to its end; return the exit status, or end the process where it fails. Blocks."""
         plan = self._plan
         try:
             check_code(plan.rank, plan.code, code_identity())
@@ -68,20 +69,23 @@ class Follower:
             building = self._segment.own(plan.rank, Own.DONE) == 0
             if early or (building and not isinstance(error, EngineFailure)):
                 put_answer(self._segment, 1, Answer(rank=plan.rank, refusal=error))
-                return self._fail(str(error), EXIT_REFUSED, wait=False)
-            return self._fail(str(error), EXIT_FAILED, wait=error.field == "tp")
+                self._fail(str(error), EXIT_REFUSED, wait=False)
+            self._fail(str(error), EXIT_FAILED, wait=error.field == "tp")
         except Exception as error:
             log.exception("rank %d fails", plan.rank)
-            return self._fail(f"{type(error).__name__}: {error}", EXIT_FAILED, wait=False)
+            self._fail(f"{type(error).__name__}: {error}", EXIT_FAILED, wait=False)
         self._phase(Phase.ENDED)
         return 0
 
-    def _fail(self, words: str, status: int, *, wait: bool) -> int:
+    def _fail(self, words: str, status: int, *, wait: bool) -> NoReturn:
+        """End this process at once: what would be freed on the way out may wait for the other ranks, and they for this one's end."""
         if wait:
             time.sleep(_AFTER_ANOTHER_S)
         self._segment.say_last_words(self._plan.rank, words)
         self._phase(Phase.FAILED)
-        return status
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
 
     def _connect(self) -> TPGroup:
         import torch
@@ -118,7 +122,7 @@ class Follower:
             assert message is not None, "without a time-out there is always a next entry"
             entry = message.entry
             if isinstance(entry, Stop):
-                group.close()
+                share.stop()
                 return
             if isinstance(entry, CheckState):
                 put_state(self._segment, plan.rank, entry.number, share.state())
@@ -135,6 +139,7 @@ def main(arguments: list[str] | None = None, kind: type[Follower] = Follower) ->
     parser.add_argument("--config", required=True, help="JSON file written by rank 0")
     plan = RankPlan.from_json(Path(parser.parse_args(arguments).config).read_text())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(message)s")
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # Who ends a service asks all of its processes; this one ends with rank 0, which may have work to finish.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)

@@ -79,6 +79,7 @@ class Peers:
         self.failure: ArenoError | None = None
         self._group: TPGroup | None = None
         self._close_by: float | None = None
+        self._busy_since: float | None = None
         self._told = threading.Event()
         self._segment = LogSegment.create(plan.sizes or SegmentSizes(world=self.size))
         self._events = {rank: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for rank in range(1, self.size)}
@@ -103,7 +104,9 @@ class Peers:
             if peers is not None:
                 peers._lost(error)
 
-        self._watch = RankWatch(self._segment, self._processes, limits, lost)
+        self._watch = RankWatch(
+            self._segment, self._processes, limits, lost, lambda: None if (peers := me()) is None else peers._busy_since
+        )
 
     @property
     def pids(self) -> dict[int, int]:
@@ -158,7 +161,6 @@ class Peers:
         with self.together():
             self._group = self._connect()
         self.wait_for(Phase.RUNNING)
-        shutil.rmtree(self._folder, ignore_errors=True)
         return self._group
 
     def wait_for(self, phase: Phase) -> None:
@@ -214,6 +216,7 @@ class Peers:
 
         Whatever ends such work halfway ends all ranks, but for refusals, which all ranks share.
         """
+        outer, self._busy_since = self._busy_since, time.monotonic()
         try:
             yield
         except BaseException as error:
@@ -231,6 +234,8 @@ class Peers:
             if self.failure is error:
                 raise
             raise self.failure from error
+        finally:
+            self._busy_since = outer
         # Kernels whose collective was given up end as if nothing had happened, and what they wrote is no result.
         self.check()
 
@@ -266,9 +271,11 @@ class Peers:
 
     def _broadcast(self, piece: ops.StagePiece, part: torch.Tensor) -> None:
         assert self._group is not None, "ranks meet before weights come"
+        # Where there is no memory for it, the others are not told.
+        sent = part.to(self._group.device).contiguous()
         with self.together():
             self.tell(piece)
-            self._group.broadcast_(part.to(self._group.device).contiguous())
+            self._group.broadcast_(sent)
 
     def _put_in_slot(self, piece: ops.StagePiece, part: torch.Tensor) -> None:
         import torch
@@ -330,23 +337,43 @@ class Peers:
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(EXIT_FAILED)
 
-    def close(self) -> None:
-        """End the ranks: ask, wait, then kill. Repeatable. Blocks: at most some seconds."""
+    def close(self, leave: Callable[[], None] | None = None) -> None:
+        """End the ranks: ask, wait, then kill. Repeatable. Blocks: at most some seconds.
+
+        `leave` drops what this rank has captured with collectives inside. The meeting's folder stays till then: a group may look there.
+        """
         if not self._finalizer.alive:
             return
         self._watch.stop()
         self._close_by = time.monotonic() + _STOP_S
         if self.failure is None:
             with contextlib.suppress(ArenoError):
+                self._settle()
                 self._writer.append(ops.Stop())
                 self._writer.wait(lambda: all(process.poll() is not None for process in self._processes.values()))
         if self._group is not None:
+            # What still waits for a rank ends first, or `leave` would wait with it.
+            self._group.abort()
+            if leave is not None:
+                with contextlib.suppress(RuntimeError):
+                    leave()
             self._group.close()
         self._finalizer()
         self.failure = self.failure or EngineFailure("the engine is closed", field="tp", remedy="make a new one")
         for fd in (*self._events.values(), self.lost_fd):
             os.close(fd)
         self._segment.close()
+
+    def _settle(self) -> None:
+        """Let this rank's device finish while the others, whose memory it may read, are there. Blocks: at most some seconds."""
+        if self._group is None or self._group.device.type != "cuda":
+            return
+        import torch
+
+        with torch.cuda.device(self._group.device), contextlib.suppress(RuntimeError):
+            passed = torch.cuda.Event()
+            passed.record()
+            self._writer.wait(passed.query)
 
 
 def _failure_of(error: BaseException) -> EngineFailure:

@@ -44,7 +44,7 @@ class Ranks(Protocol):
     def begin_check(self, state_of: Callable[[], np.ndarray]) -> None: ...
     def compare(self, *, wait: bool = False) -> None: ...
     def check(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, leave: Callable[[], None] | None = None) -> None: ...
 
 
 class Alone:
@@ -87,7 +87,7 @@ class Alone:
     def check(self) -> None:
         """Nobody can be lost."""
 
-    def close(self) -> None:
+    def close(self, leave: Callable[[], None] | None = None) -> None:
         """Nothing to end."""
 
 

@@ -95,6 +95,12 @@ class Share:
             refusal = error
         return Answer(rank=self._number, refusal=refusal) if isinstance(entry, ops.ANSWERED) else None
 
+    def stop(self) -> None:
+        """Leave the group, after all that was launched: it waits for captured steps that name it."""
+        if self._built is not None:
+            self._built.rank.forget_captures()
+        self._group.close()
+
     def state(self) -> np.ndarray:
         """Return what `CheckState` asks for."""
         return state_of(self._own.rank.path)

@@ -2,18 +2,24 @@
 
 One daemon thread in each process, so that a rank that waits in a collective, or hangs in one, is noticed all the same.
 
-    rank 0    a process ends, its beat stops, or it stays at one entry while others are in the log  -> `on_lost`, once
-    others    rank 0's end of standard input closes, or its beat stops                               -> the process ends itself
+    rank 0    a process ends, its beat stops, or it stays at one entry while others are in the log; rank 0 itself
+              stays in one piece of work that ranks do together                                        -> `on_lost`, once
+    others    rank 0's end of standard input closes, or its beat stops                                 -> the process ends itself
+
+Before a hang is told, every rank writes the stacks of its threads to standard error: only together they say who waits for whom.
 
 A process that stood still itself blames nobody for what it missed. No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +33,9 @@ BEAT_S = 0.1
 EXIT_REFUSED = 3
 EXIT_FAILED = 4
 EXIT_ORPHANED = 5
+STACKS_SIGNAL = signal.SIGUSR1
+"""Asks a rank for the stacks of its threads; it goes on afterwards."""
+_STACKS_S = 0.2
 _NS = 1e-9
 REMEDY = "the engine cannot go on without it: start it again, and see that rank's log for the cause"
 
@@ -64,7 +73,7 @@ class _Since:
 
 
 class RankWatch:
-    """Rank 0's thread. `on_lost` is called in it, with a typed error."""
+    """Rank 0's thread. `on_lost` is called in it, with a typed error; `busy_since` says since when rank 0 is in work of all ranks."""
 
     def __init__(
         self,
@@ -72,7 +81,11 @@ class RankWatch:
         processes: Mapping[int, subprocess.Popen[bytes]],
         limits: WatchLimits,
         on_lost: Callable[[ArenoError], None],
+        busy_since: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._busy_since = busy_since
+        self._mine: tuple[int, float | None] = (0, None)
+        self._mine_s = 0.0
         self._segment, self._processes, self._limits, self._on_lost = segment, processes, limits, on_lost
         self._exits = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -137,6 +150,7 @@ class RankWatch:
             if at != done or done >= entries:
                 self._done[rank] = (done, time.monotonic())
             elif since.age_s(moment_s) > limits.stall_s:
+                self._show_stacks()
                 return EngineFailure(
                     f"rank {rank} (pid {process.pid}) hangs in entry {done + 1} of {entries} of the log",
                     field="tp",
@@ -144,7 +158,33 @@ class RankWatch:
                     limit=f"it got no further in {limits.stall_s:g} s",
                     remedy=REMEDY,
                 )
+        busy_s = self._busy_since()
+        if self._mine != (entries, busy_s):
+            self._mine, self._mine_s = (entries, busy_s), time.monotonic()
+        elif busy_s is not None and since.age_s(self._mine_s) > limits.stall_s:
+            self._show_stacks()
+            return EngineFailure(
+                f"rank 0 hangs in work that ranks do together, at entry {entries} of the log",
+                field="tp",
+                value=0,
+                limit=f"the others have done all before it, and it got no further in {limits.stall_s:g} s",
+                remedy="start the engine again, and see the stacks in its log for the cause",
+            )
         return None
+
+    def _show_stacks(self) -> None:
+        """Let every rank that runs write its stacks, one after the other, this process too. Blocks: for the moments in which they do."""
+        if sys.__stderr__ is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            print("areno: ranks hang; stacks of rank 0:", file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+            for rank, process in self._processes.items():
+                # One that has not come so far would end by the signal.
+                if self._segment.own(rank, Own.PHASE) >= Phase.ATTACHED:
+                    print(f"areno: stacks of rank {rank} (pid {process.pid}):", file=sys.__stderr__, flush=True)
+                    process.send_signal(STACKS_SIGNAL)
+                    time.sleep(_STACKS_S)
 
 
 class LeaderWatch:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -481,6 +482,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = HostConfig(**json.load(file))
     set_up_logging("engine_host", config.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Who asks a host that hangs gets the stacks of its threads on standard error; it goes on.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def orphaned() -> None:
         remove_leftovers(config)

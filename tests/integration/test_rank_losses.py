@@ -157,12 +157,62 @@ def test_a_rank_0_that_waits_in_vain_for_a_lost_rank_is_ended_with_the_reason(fo
     wait_until(lambda: not any(alive(pid) for pid in pids), 2.0)
 
 
-def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry(start: Callable[..., Peers]) -> None:
+def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry_and_says_where(
+    start: Callable[..., Peers], capfd: pytest.CaptureFixture[str]
+) -> None:
     peers = start(stall_s=1.0)
+    pids = peers.pids
     peers.meet()
     with pytest.raises(EngineFailure, match=r"rank 1 \(pid \d+\) hangs in entry 2 of 2 of the log; it got no further in 1 s"):
         peers.tell(ops.SettleSlices())
         peers.expect(peers.tell(ops.PublishUpdate(version=HANG)))
+    said = capfd.readouterr().err
+    mine, *others = said.split("areno: stacks of rank ")
+    assert "stacks of rank 0:" in mine and "in expect" in mine
+    assert [f"{rank} (pid {pid})" in one for (rank, pid), one in zip(pids.items(), others, strict=True)] == [True, True]
+    assert all("quick_rank.py" in one and "in _follow" in one for one in others), "the line in which each hangs"
+
+
+def test_a_rank_0_that_hangs_where_the_others_have_done_their_part_is_told(
+    start: Callable[..., Peers], capfd: pytest.CaptureFixture[str]
+) -> None:
+    peers = start(size=2, stall_s=0.6)
+    peers.meet()
+    for _ in range(3):
+        # Work that goes on in pieces, each shorter than the bound.
+        with peers.together():
+            time.sleep(0.4)
+            peers.tell(ops.SettleSlices())
+            time.sleep(0.4)
+    time.sleep(0.8)
+    peers.check()
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match=r"rank 0 hangs in work that ranks do together, at entry 3 of the log; .* in 0\.6 s"):
+        with peers.together():
+            wait_until(lambda: peers.failure is not None, 10.0)
+    assert time.monotonic() - started < 3.0
+    assert "in wait_until" in capfd.readouterr().err.split("stacks of rank 0:")[1]
+
+
+def test_a_group_ends_after_all_that_was_captured_with_it(start: Callable[..., Peers]) -> None:
+    ended: list[str] = []
+
+    class Group:
+        device = torch.device("cpu")
+
+        def abort(self) -> None:
+            ended.append("abort")
+
+        def close(self) -> None:
+            ended.append("close")
+
+    peers = start(size=2)
+    peers.meet()
+    assert peers._folder.exists(), "a group may look into the meeting's file as long as it lives"
+    peers._group = Group()  # type: ignore[assignment]
+    peers.close(lambda: ended.append("leave"))
+    peers.close(lambda: ended.append("leave again"))
+    assert ended == ["abort", "leave", "close"] and not peers._folder.exists()
 
 
 def test_a_rank_that_breaks_leaves_its_reason(start: Callable[..., Peers]) -> None:

@@ -1,14 +1,17 @@
 """The tensor-parallel group over gloo: sums and gathers between real processes, and what the loss of a rank says."""
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from areno.errors import EngineFailure, InvalidConfig
-from areno.parallel import TPGroup
+from areno.parallel import _NCCL_DEFAULTS, TPGroup, _defaults_in_environment
 
 RANK = """
 import os, sys, torch
@@ -87,3 +90,36 @@ def test_one_rank_alone_does_nothing():
     assert group.all_reduce_(tensor) is tensor and group.broadcast_(tensor) is tensor
     assert group.all_gather(tensor).shape == (1, 3)
     assert group.counts.collectives == 0
+
+
+class EndlessBackend:
+    """A backend whose abort waits, as NCCL's does while a captured graph names its communicator."""
+
+    def __init__(self):
+        self.aborts, self.released = 0, threading.Event()
+
+    def abort(self):
+        self.aborts += 1
+        self.released.wait(30.0)
+
+
+def test_a_group_that_does_not_end_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr("areno.parallel._CLOSE_S", 0.2)
+    backend = EndlessBackend()
+    group = TPGroup(0, 2, torch.device("cpu"), backend, None)
+    started = time.monotonic()
+    group.abort()
+    assert time.monotonic() - started < 0.15, "whoever ends a group may hold the steps that it waits for"
+    group.close()
+    group.close()
+    assert time.monotonic() - started < 2.0 and backend.aborts == 1
+    backend.released.set()
+
+
+def test_options_of_nccl_are_set_for_its_group_alone_and_never_over_a_users(monkeypatch):
+    name, other = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"
+    monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(other, raising=False)
+    with _defaults_in_environment(_NCCL_DEFAULTS):
+        assert os.environ[name] == "1" and os.environ[other] == "0"
+    assert os.environ[name] == "1" and other not in os.environ
