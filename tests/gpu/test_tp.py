@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,9 @@ SIZES = [size for size in (2, 4) if size <= max(torch.cuda.device_count(), 2)]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"), pytest.mark.timeout(300)]
 Maker = Callable[..., Path]
 OPTIONS: dict[str, Any] = {"max_rows": 16, "seed": 1, "num_pages": 52, "sampling_slots": 6, "kept_ids": True, "compaction_steps": 2}
+# Ten times as long is how long ranks may hang before they write their stacks and end: sooner than a test's own time-out.
+OPTIONS["rank_timeout_s"] = 15.0
+CLOSE_S = 15.0
 
 
 @contextmanager
@@ -38,7 +42,9 @@ def engine_of(folder: Path, **options: Any) -> Iterator[Engine]:
     try:
         yield engine
     finally:
+        started = time.monotonic()
         engine.close()
+        assert time.monotonic() - started < CLOSE_S, "a group waits for captured steps that name it"
 
 
 def told_by(folder: Path, asked: list[Request], **options: Any) -> dict[int, Told]:

@@ -6,6 +6,7 @@ engine does with such an error: `test_service_ranks.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -330,3 +331,18 @@ def test_fewer_devices_than_ranks_are_refused_with_what_would_work(monkeypatch: 
         InvalidConfig, match=r"3 CUDA devices are there, 2 of them from cuda:1 on; use tp=2 or less, or a device with a lower"
     ):
         rank_devices(torch.device("cuda", 1), 3)
+
+
+def test_a_piece_of_weights_for_which_rank_0_has_no_memory_is_told_to_nobody(start: Callable[..., Peers], folder: Path) -> None:
+    class NoRoom(torch.Tensor):
+        def to(self, *args: Any, **options: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room")
+
+    peers = start(size=2)
+    peers.meet()
+    peers._plan = dataclasses.replace(peers._plan, broadcasts=True)
+    before = peers._writer.entries
+    with pytest.raises(torch.OutOfMemoryError):
+        peers.stage("model.norm.weight", torch.zeros(8).as_subclass(NoRoom), start=0, shape=(8,), whole=True)
+    assert peers._writer.entries == before
+    peers.expect(peers.tell(ops.PublishUpdate(version=1)))
