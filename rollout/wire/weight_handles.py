@@ -1,7 +1,8 @@
 """How a bucket of weights is announced: which parts of which tensors lie where, and the handle that leads to the bytes.
 
     bucket = `size` bytes, behind one handle          pieces = runs of elements of tensors, at byte offsets in them
-    shared   a segment of this machine's shared memory that the trainer made; the segment's head repeats bucket and nonce
+    memfd    sealed memory that the trainer holds open; its head repeats bucket and nonce
+    shared   a segment of this machine's shared memory that the trainer made, with the same head
     frames   the bytes themselves, as the message's array `content`
     cuda     memory of a CUDA device, by interprocess handles; offsets count from each allocation's base
     group    the next broadcast in a process group that trainer and engine host have joined
@@ -51,6 +52,15 @@ class SharedHandle(Message):
     nonce: Token16
 
 
+class MemfdHandle(Message):
+    """An unnamed file in memory, sealed against shrinking, that `process` holds open as `descriptor`; `nonce` as in `SharedHandle`."""
+
+    kind: Literal["memfd"]
+    process: Annotated[int, Field(ge=1, lt=2**31)]
+    descriptor: Annotated[int, Field(ge=0, lt=2**31)]
+    nonce: Token16
+
+
 class FramesHandle(Message):
     """The bytes are in the message; their hash is needed."""
 
@@ -79,7 +89,7 @@ class CudaHandle(Message):
     allocations: Annotated[list[CudaAllocation], Field(max_length=MAX_ALLOCATIONS)]
 
 
-Handle = Annotated[SharedHandle | FramesHandle | GroupHandle | CudaHandle, Field(discriminator="kind")]
+Handle = Annotated[MemfdHandle | SharedHandle | FramesHandle | GroupHandle | CudaHandle, Field(discriminator="kind")]
 
 
 class WeightsStageBucket(Message):

@@ -156,6 +156,12 @@ GOLDEN = [
         {**BUCKET, "handle": {"kind": "shared", "segment": "areno-push-7-9-00112233-1", "nonce": REQUEST_ID}},
         {},
     ),
+    Golden(
+        "bucket by sealed memory",
+        Op.WEIGHTS_STAGE_BUCKET,
+        {**BUCKET, "handle": {"kind": "memfd", "process": 7, "descriptor": 9, "nonce": REQUEST_ID}},
+        {},
+    ),
     Golden("bucket by group", Op.WEIGHTS_STAGE_BUCKET, {**BUCKET, "handle": {"kind": "group"}}, {}),
     Golden(
         "bucket on the card",

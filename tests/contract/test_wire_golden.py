@@ -254,6 +254,11 @@ PIECE = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "start": 0, "count":
             "83a46b696e64a6736861726564a77365676d656e74b96172656e6f2d707573682d372d392d30303131323233332d31a56e6f6e6365c410"
             "000102030405060708090a0b0c0d0e0f",
         ),
+        (
+            {"kind": "memfd", "process": 7, "descriptor": 9, "nonce": REQUEST_ID},
+            {},
+            "84a46b696e64a56d656d6664a770726f6365737307aa64657363726970746f7209a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
+        ),
         ({"kind": "frames"}, {"content": np.arange(12, dtype=np.uint8)}, "81a46b696e64a66672616d6573"),
         ({"kind": "group"}, {}, "81a46b696e64a567726f7570"),
         (

@@ -83,9 +83,17 @@ def test_weights_arrive_whole_by_every_transport_and_old_ones_again_hit_no_old_p
         assert_serves(client, model)
 
 
+def test_without_sealed_memory_files_in_the_shared_folder_carry_the_weights(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    push = WeightPush(client, model_of(2), transport="memory", bucket_bytes=SMALL)
+    assert "by files in /dev/shm, not by sealed memory" in push.push().transport_reason
+    assert_serves(client, model_of(2))
+
+
 def test_auto_takes_shared_memory_here_and_says_so(client: Any) -> None:
     report = WeightPush(client, model_of(3)).push()
     assert report.transport == "memory" and "fastest that works" in report.transport_reason and "cuda" in report.transport_reason
+    assert "by files" not in report.transport_reason, "a service of this machine maps sealed memory"
     assert_serves(client, model_of(3))
 
 

@@ -1,14 +1,16 @@
 """The weights' way through shared memory: two segments of this process, filled in turn while the service copies the other.
 
-A segment is a file of mode 0600 in /dev/shm that this process alone makes (O_EXCL), fully allocated before it is mapped, so
-that too little shared memory is an error by name here and never a SIGBUS. Its name carries the process id and that process's
-start time: segments whose maker is dead are removed when a trainer makes its own. Invariant: a segment is written only while
-no call that names it is open.
+A segment is sealed memory without a name (memfd), which the service opens through this process's descriptor, and which goes with
+this process. Where the service cannot do that, it is a file of mode 0600 in /dev/shm that this process alone makes (O_EXCL); its
+name carries the process id and that process's start time: those whose maker is dead are removed when a trainer makes its own.
+Either is fully allocated before it is mapped, so that too little memory is an error by name here and never a SIGBUS. Invariant: a
+segment is written only while no call that names it is open.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -16,11 +18,13 @@ import secrets
 import stat
 import struct
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer_bridge.errors import TransportUnusable
 from trainer_bridge.weights.bucket import PackedBucket, pack
 from trainer_bridge.weights.names import DTYPES
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
@@ -62,36 +66,32 @@ def remove_segments_of_the_dead(folder: Path = SHARED_FOLDER) -> None:
 
 
 class Segment:
-    """One file of shared memory, allocated and mapped. Raises: TransportUnusable where it does not fit."""
+    """Shared memory behind `descriptor`, allocated and mapped; `leads` is how the service gets there, `path` its name if it has one.
 
-    def __init__(self, name: str, size: int, folder: Path = SHARED_FOLDER, *, pinned: bool = False) -> None:
-        self.name, self.size, self.nonce = name, size, secrets.token_bytes(16)
+    Owns the descriptor. Raises: TransportUnusable where it does not fit.
+    """
+
+    def __init__(self, descriptor: int, size: int, leads: dict[str, Any], *, path: Path | None = None, pinned: bool = False) -> None:
+        self.size, self.nonce = size, secrets.token_bytes(16)
+        self._leads = leads
         self.call: SentCall | None = None
-        path = folder / name
         total = HEAD_BYTES + size
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise unusable("memory", f"{path} cannot be made: {error.strerror}", ONE_MACHINE) from error
         try:
             os.posix_fallocate(descriptor, 0, total)
             self._map = mmap.mmap(descriptor, total)
+            if path is None:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            free = os.statvfs(folder)
-            raise unusable(
-                "memory",
-                f"{total} bytes are needed in {folder}, {free.f_bavail * free.f_frsize} are free: {error.strerror}",
-                f"enlarge {folder} (for containers: --shm-size), pass a smaller bucket_bytes, or choose another transport",
-                value=total,
-            ) from error
-        finally:
+            os.close(descriptor)
+            raise _no_room(path, total, error) from error
+        if path is not None:
             os.close(descriptor)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory = whole[HEAD_BYTES:]
         # Copies from a device into memory that is not pinned go at a fraction of the bus's rate. Where it cannot be pinned they go so.
         pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)) == 0
-        self._finalizer = weakref.finalize(self, _remove, path, os.getpid(), whole.data_ptr() if pinned else 0, self._map)
+        holds = descriptor if path is None else path
+        self._finalizer = weakref.finalize(self, _remove, holds, os.getpid(), whole.data_ptr() if pinned else 0, self._map)
 
     def label(self, bucket: int) -> None:
         """Write whose bytes follow."""
@@ -99,20 +99,55 @@ class Segment:
 
     def handle(self) -> dict[str, Any]:
         """Return what leads the service here."""
-        return {"kind": "shared", "segment": self.name, "nonce": self.nonce}
+        return {**self._leads, "nonce": self.nonce}
 
     def remove(self) -> None:
-        """Remove the file; the memory goes with the last that has it open."""
+        """Give the segment up; the memory goes with the last that has it open."""
         self._finalizer()
 
 
-def _remove(path: Path, pid: int, pinned_at: int, mapped: mmap.mmap) -> None:
-    """Unpin and remove a segment in the process that made it; `mapped` is held until then."""
+def _no_room(path: Path | None, total: int, error: OSError) -> TransportUnusable:
+    if path is None:
+        return unusable("memory", f"{total} bytes of sealed memory: {error.strerror}", ONE_MACHINE, value=total)
+    path.unlink(missing_ok=True)
+    folder, free = path.parent, os.statvfs(path.parent)
+    return unusable(
+        "memory",
+        f"{total} bytes are needed in {folder}, {free.f_bavail * free.f_frsize} are free: {error.strerror}",
+        f"enlarge {folder} (for containers: --shm-size), pass a smaller bucket_bytes, or choose another transport",
+        value=total,
+    )
+
+
+def sealed_segment(size: int, *, pinned: bool = False) -> Segment:
+    """Return a segment without a name that cannot be cut short, so that the service may map it. Raises: TransportUnusable."""
+    try:
+        descriptor = os.memfd_create("areno-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        raise unusable("memory", f"no sealed memory can be made: {error}", ONE_MACHINE) from error
+    return Segment(descriptor, size, {"kind": "memfd", "process": os.getpid(), "descriptor": descriptor}, pinned=pinned)
+
+
+def file_segment(name: str, size: int, folder: Path = SHARED_FOLDER, *, pinned: bool = False) -> Segment:
+    """Return a segment that is a file. Raises: TransportUnusable."""
+    path = folder / name
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise unusable("memory", f"{path} cannot be made: {error.strerror}", ONE_MACHINE) from error
+    return Segment(descriptor, size, {"kind": "shared", "segment": name}, path=path, pinned=pinned)
+
+
+def _remove(holds: int | Path, pid: int, pinned_at: int, mapped: mmap.mmap) -> None:
+    """Unpin a segment and give up what it holds in the process that made it; `mapped` is held until then."""
     if os.getpid() != pid:
         return
     if pinned_at:
         torch.cuda.cudart().cudaHostUnregister(pinned_at)
-    path.unlink(missing_ok=True)
+    if isinstance(holds, int):
+        os.close(holds)
+    else:
+        holds.unlink(missing_ok=True)
 
 
 class SharedMemoryTransport:
@@ -138,16 +173,31 @@ class SharedMemoryTransport:
 
     def open(self, info: Any, update_id: str) -> None:
         """Make the segments, and let the service look into one. Raises: TransportUnusable."""
-        self._update_id, self._next = update_id, 0
-        if not self._segments:
-            # No larger than the whole model, with room for what alignment takes.
-            whole = info.engine.num_parameters * DTYPES[str(info.engine.dtype)].itemsize
-            self.bucket_bytes = min(self._wanted_bytes, max(MIN_BUCKET_BYTES, whole + whole // 8))
-            remove_segments_of_the_dead(self._folder)
-            pid, token = os.getpid(), secrets.token_hex(8)
-            for turn in (0, 1):
-                name = f"{PREFIX}{pid}-{start_time(pid)}-{token}-{turn}"
-                self._segments.append(Segment(name, self.bucket_bytes, self._folder, pinned=self._pinned))
+        self._update_id = update_id
+        if self._segments:
+            self._probe()
+            return
+        # No larger than the whole model, with room for what alignment takes.
+        whole = info.engine.num_parameters * DTYPES[str(info.engine.dtype)].itemsize
+        size = self.bucket_bytes = min(self._wanted_bytes, max(MIN_BUCKET_BYTES, whole + whole // 8))
+        remove_segments_of_the_dead(self._folder)
+        try:
+            self._use(lambda _: sealed_segment(size, pinned=self._pinned))
+            self.reason = "asked for"
+        except TransportUnusable as error:
+            name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(8)}"
+            self._use(lambda turn: file_segment(f"{name}-{turn}", size, self._folder, pinned=self._pinned))
+            self.reason = f"asked for; by files in {self._folder}, not by sealed memory: {error.limit}"
+
+    def _use(self, make: Callable[[int], Segment]) -> None:
+        """Make both segments, and let the service look into one."""
+        self.abort()
+        for turn in (0, 1):
+            self._segments.append(make(turn))
+        self._probe()
+
+    def _probe(self) -> None:
+        self._next = 0
         reached("memory", lambda: self._post(PackedBucket((), 0)).result(self._timeout_s), ONE_MACHINE)
 
     def send(self, bucket: Bucket) -> None:

@@ -29,8 +29,8 @@ from rollout.service.weight_intake.files import open_weights_file, read_tensors
 from rollout.service.weight_intake.frames import FramesSource
 from rollout.service.weight_intake.group import GroupLink, GroupSource
 from rollout.service.weight_intake.pieces import BucketSource, HostBounce, Steps, check_pieces, stage_pieces
-from rollout.service.weight_intake.segments import PinnedSegments, SegmentSource
-from rollout.wire.weight_handles import CudaHandle, GroupHandle, SharedHandle, WeightsJoinGroup, WeightsStageBucket
+from rollout.service.weight_intake.segments import MappedSegments, PinnedSegments, SegmentSource
+from rollout.wire.weight_handles import CudaHandle, FramesHandle, GroupHandle, WeightsJoinGroup, WeightsStageBucket
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class WeightIntake:
         self._bounce: HostBounce | None = None
         self._group: GroupLink | None = None
         self._imports: CudaImports | None = None
-        self._pinned: PinnedSegments | None = None
+        self._segments: MappedSegments | PinnedSegments | None = None
         # Whether the oldest job can do nothing but wait.
         self.waits = False
 
@@ -172,11 +172,11 @@ class WeightIntake:
             return CudaSource(body, handle, self._imports)
         if self._bounce is None:
             self._bounce = HostBounce(pinned=device.type == "cuda")
-        if isinstance(handle, SharedHandle):
-            if self._pinned is None and device.type == "cuda":
-                self._pinned = PinnedSegments()
-            return SegmentSource(body, handle, self._bounce, self._pinned)
-        return FramesSource(body, content, self._bounce)
+        if isinstance(handle, FramesHandle):
+            return FramesSource(body, content, self._bounce)
+        if self._segments is None:
+            self._segments = PinnedSegments() if device.type == "cuda" else MappedSegments()
+        return SegmentSource(body, handle, self._bounce, self._segments)
 
     def _stage_bucket(self, body: WeightsStageBucket, fingerprint: bytes, source: BucketSource) -> Steps:
         known = self._staged.get(body.bucket)
@@ -256,9 +256,9 @@ class WeightIntake:
             self._group.close()
         if self._imports is not None:
             self._imports.close()
-        if self._pinned is not None:
-            self._pinned.close()
-        self._group = self._imports = self._pinned = None
+        if self._segments is not None:
+            self._segments.close()
+        self._group = self._imports = self._segments = None
         self.waits = False
         self._update_id = None
 

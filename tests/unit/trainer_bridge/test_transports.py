@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from trainer_bridge.errors import InvalidOption, TransportUnusable
 from trainer_bridge.weights import memory
 from trainer_bridge.weights.bucket import ALIGNMENT, pack
 from trainer_bridge.weights.frames import CREDITS, FramesTransport
-from trainer_bridge.weights.memory import SHARED_FOLDER, Segment, SharedMemoryTransport, remove_segments_of_the_dead, start_time
+from trainer_bridge.weights.memory import (
+    SHARED_FOLDER,
+    SharedMemoryTransport,
+    file_segment,
+    remove_segments_of_the_dead,
+    sealed_segment,
+    start_time,
+)
 from trainer_bridge.weights.push import WeightPush
 from trainer_bridge.weights.transport import make_transport
 
@@ -64,8 +72,10 @@ class BucketTaker:
         return call
 
     def _read(self, bucket: int, *, size: int, pieces: Any, handle: Any, xxh3: str | None = None, content: Any = None) -> None:
-        if handle["kind"] == "shared":
-            whole = (SHARED_FOLDER / handle["segment"]).read_bytes()
+        if handle["kind"] in ("shared", "memfd"):
+            sealed = handle["kind"] == "memfd"
+            path = f"/proc/{handle['process']}/fd/{handle['descriptor']}" if sealed else SHARED_FOLDER / handle["segment"]
+            whole = Path(path).read_bytes()
             magic, number, nonce = memory.HEAD.unpack(whole[: memory.HEAD.size])
             assert (magic, number, nonce) == (memory.MAGIC, bucket, handle["nonce"])
             data = whole[memory.HEAD_BYTES :][:size]
@@ -140,22 +150,52 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_FOLDER.glob(f"{memory.PREFIX}{os.getpid()}-*")}
 
 
-def test_segments_live_as_long_as_the_transport_and_go_with_an_abort() -> None:
-    before = segments()
+def memory_files() -> set[int]:
+    """Every sealed segment that this process holds open, by its inode."""
+    gc.collect()
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and "memfd:areno-push" in os.readlink(path)]
+    return {path.stat().st_ino for path in links}
+
+
+@pytest.mark.parametrize(("kind", "held"), [("memfd", memory_files), ("shared", segments)])
+def test_segments_live_as_long_as_the_transport_and_go_with_an_abort(
+    kind: str, held: Callable[[], set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "shared":
+        monkeypatch.delattr(os, "memfd_create")
+    before = held()
     transport = SharedMemoryTransport(BucketTaker())
     transport.open(INFO, "u")
-    first = segments() - before
-    assert len(first) == 2 and all((SHARED_FOLDER / name).stat().st_mode & 0o777 == 0o600 for name in first)
+    first = held() - before
+    assert len(first) == 2 and (kind == "memfd" or all((SHARED_FOLDER / name).stat().st_mode & 0o777 == 0o600 for name in first))
     assert transport.bucket_bytes == 45_000, "no larger than the whole model"
     transport.close()
     transport.open(INFO, "v")
-    assert segments() - before == first
+    assert held() - before == first
     transport.abort()
-    assert segments() == before
+    assert held() == before
     transport.open(INFO, "w")
-    assert len(segments() - before) == 2 and not (segments() - before) & first
+    assert len(held() - before) == 2
     del transport
-    assert segments() == before
+    assert held() == before
+
+
+def test_a_service_that_cannot_reach_sealed_memory_gets_files_and_the_report_says_so() -> None:
+    class Elsewhere(BucketTaker):
+        def _read(self, bucket: int, *, handle: Any, **fields: Any) -> None:
+            if handle["kind"] == "memfd":
+                raise TransportUnavailable("the descriptor leads nowhere")
+            super()._read(bucket, handle=handle, **fields)
+
+    service, before = Elsewhere(), memory_files()
+    transport = SharedMemoryTransport(service, bucket_bytes=4096)
+    transport.open(INFO, "u")
+    assert transport.reason.startswith("asked for; by files in /dev/shm, not by sealed memory: the descriptor leads nowhere")
+    assert memory_files() == before and len(segments()) >= 2
+    transport.send(tensors())
+    transport.close()
+    assert all(torch.equal(service.tensors[name], value) for name, value in tensors().items())
+    transport.abort()
 
 
 def test_too_little_shared_memory_is_an_error_by_name_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +204,12 @@ def test_too_little_shared_memory_is_an_error_by_name_and_leaves_nothing(tmp_pat
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TransportUnusable, match=r"4160 bytes are needed in .*No space left on device; enlarge .*--shm-size") as refused:
-        Segment("areno-push-1-1-00000000-0", 4096, tmp_path)
+        file_segment("areno-push-1-1-00000000-0", 4096, tmp_path)
     assert refused.value.field == "transport" and list(tmp_path.iterdir()) == []
+    before = memory_files()
+    with pytest.raises(TransportUnusable, match="4160 bytes of sealed memory: No space left on device"):
+        sealed_segment(4096)
+    assert memory_files() == before
 
 
 def test_only_segments_of_dead_trainers_are_removed(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollout.service.weight_intake import StagedFile, WeightIntake
 from rollout.wire.messages import parse_fields
 from rollout.wire.weight_handles import WeightsStageBucket
 from tests.fakes import TENSORS, FakeEngine
-from trainer_bridge.weights.memory import SHARED_FOLDER, Segment
+from trainer_bridge.weights.memory import HEAD, MAGIC, SHARED_FOLDER, Segment, file_segment, sealed_segment
 
 NONE = np.empty(0, np.int64)
 NO_CANARIES = (NONE, NONE, np.empty(0, np.float32), [])
@@ -28,13 +29,26 @@ VALUES = np.arange(48, dtype=np.float32)
 CONTENT = VALUES.view(np.uint8)
 
 
-@pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment(f"areno-push-{os.getpid()}-0-{os.urandom(8).hex()}-0", 4096)
+def filled(segment: Segment) -> Iterator[Segment]:
     segment.label(0)
     segment.memory[: CONTENT.size] = torch.from_numpy(CONTENT.copy())
     yield segment
     segment.remove()
+
+
+@pytest.fixture
+def in_file() -> Iterator[Segment]:
+    yield from filled(file_segment(f"areno-push-{os.getpid()}-0-{os.urandom(8).hex()}-0", 4096))
+
+
+@pytest.fixture
+def sealed() -> Iterator[Segment]:
+    yield from filled(sealed_segment(4096))
+
+
+@pytest.fixture(params=["in_file", "sealed"])
+def segment(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -81,8 +95,8 @@ def test_a_segment_is_taken_between_steps_and_given_back(intake: WeightIntake, s
     intake.stage_bucket(b"c", announced(segment.handle()), None)
     assert intake.busy and intake.advance() is None, "the first piece is not the end"
     assert finish(intake) == StagedFile(b"c", None)
-    assert len(os.listdir("/proc/self/fd")) == before
     assert weights(intake) == EXPECTED
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_bytes_in_a_message_are_taken_in_pieces_and_any_order(intake: WeightIntake) -> None:
@@ -119,30 +133,105 @@ def test_a_segment_that_is_filled_anew_during_the_copy_is_refused(intake: Weight
     assert isinstance(finish(intake).error, BucketRefused)
 
 
-def test_a_segment_that_its_trainer_cuts_short_is_an_error_and_no_signal(intake: WeightIntake, segment: Segment) -> None:
-    path = SHARED_FOLDER / segment.name
-    intake.stage_bucket(b"c", announced(segment.handle()), None)
+def test_a_file_that_its_trainer_cuts_short_is_an_error_and_no_signal(intake: WeightIntake, in_file: Segment) -> None:
+    path = SHARED_FOLDER / in_file.handle()["segment"]
+    intake.stage_bucket(b"c", announced(in_file.handle()), None)
     assert intake.advance() is None
     os.truncate(path, 64 + 100)
     error = finish(intake).error
     assert isinstance(error, BucketRefused) and "it ended at byte 100" in str(error)
     os.truncate(path, 0)
     with pytest.raises(BucketRefused, match="192 bytes were announced"):
-        intake.stage_bucket(b"c", announced(segment.handle()), None)
+        intake.stage_bucket(b"c", announced(in_file.handle()), None)
 
 
-def test_a_segment_of_another_machine_or_other_rights_is_unavailable(intake: WeightIntake, segment: Segment) -> None:
-    handle = segment.handle()
-    error = staged(intake, announced({**handle, "nonce": bytes(16)}))
+def test_sealed_memory_is_mapped_once_in_an_update_and_cannot_be_cut_short(intake: WeightIntake, sealed: Segment) -> None:
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(sealed.handle()["descriptor"], size)
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("areno-push")
+
+    before = mappings()
+    for number in (0, 1):
+        sealed.label(number)
+        assert staged(intake, announced(sealed.handle(), bucket=number)) is None
+        assert mappings() == before + 1
+    assert weights(intake) == EXPECTED
+    assert mappings() == before
+    with pytest.raises(NoUpdate):
+        intake.stage_bucket(b"c", announced(sealed.handle()), None)
+    intake.begin("u", 2, None, partial=False)
+    sealed.label(0)
+    with pytest.raises(BucketRefused, match="its segment has 4096"):
+        intake.stage_bucket(b"c", announced(sealed.handle(), size=4097), None)
+
+
+def open_memory(*, seals: int) -> int:
+    """A descriptor of memory that holds what a segment would, with only these seals."""
+    descriptor = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, HEAD.pack(MAGIC, 0, bytes(16)).ljust(64 + CONTENT.size, b"\0"))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def fifo(folder: Path) -> int:
+    os.mkfifo(folder / "fifo")
+    return os.open(folder / "fifo", os.O_RDWR)
+
+
+def named_file(folder: Path) -> int:
+    (folder / "x").write_bytes(bytes(512))
+    return os.open(folder / "x", os.O_RDWR)
+
+
+def removed_file(folder: Path) -> int:
+    descriptor = named_file(folder)
+    (folder / "x").unlink()
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda _: open_memory(seals=fcntl.F_SEAL_GROW), "not sealed against shrinking"),
+        (removed_file, "not sealed against shrinking"),
+        (named_file, "no unnamed memory"),
+        (fifo, "no unnamed memory"),
+        (lambda _: os.open("/dev/null", os.O_RDONLY), "no unnamed memory"),
+        (lambda folder: os.open(folder, os.O_RDONLY), "no unnamed memory"),
+    ],
+)
+def test_a_descriptor_of_anything_but_sealed_memory_is_unavailable(
+    intake: WeightIntake, make: Callable[[Path], int], said: str, tmp_path: Path
+) -> None:
+    descriptor = make(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportUnavailable, match=said):
+        intake.stage_bucket(b"c", announced({"kind": "memfd", "process": os.getpid(), "descriptor": descriptor, "nonce": bytes(16)}), None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(descriptor)
+    with pytest.raises(TransportUnavailable, match="cannot be opened: No such file"):
+        intake.stage_bucket(b"c", announced({"kind": "memfd", "process": os.getpid(), "descriptor": descriptor, "nonce": bytes(16)}), None)
+
+
+def test_a_segment_of_another_machine_is_unavailable(intake: WeightIntake, segment: Segment) -> None:
+    error = staged(intake, announced({**segment.handle(), "nonce": bytes(16)}))
     assert isinstance(error, TransportUnavailable) and "choose another transport" in str(error)
+
+
+def test_a_file_with_other_rights_or_names_is_unavailable(intake: WeightIntake, in_file: Segment) -> None:
+    handle = in_file.handle()
+    path = SHARED_FOLDER / handle["segment"]
     with pytest.raises(TransportUnavailable, match="No such file"):
         intake.stage_bucket(b"c", announced({**handle, "segment": "areno-push-1-1-00000000-0"}), None)
-    (SHARED_FOLDER / segment.name).chmod(0o622)
+    path.chmod(0o622)
     with pytest.raises(TransportUnavailable, match="others may write it"):
         intake.stage_bucket(b"c", announced(handle), None)
-    (SHARED_FOLDER / segment.name).chmod(0o600)
-    twin = SHARED_FOLDER / f"{segment.name[:-1]}1"
-    os.link(SHARED_FOLDER / segment.name, twin)
+    path.chmod(0o600)
+    twin = path.with_name(f"{path.name[:-1]}1")
+    os.link(path, twin)
     try:
         with pytest.raises(TransportUnavailable, match="2 links"):
             intake.stage_bucket(b"c", announced(handle), None)
@@ -154,6 +243,12 @@ def test_a_segment_of_another_machine_or_other_rights_is_unavailable(intake: Wei
 def test_a_segment_is_a_bare_name_of_ours(segment: str) -> None:
     with pytest.raises(InvalidRequest, match="segment"):
         announced({"kind": "shared", "segment": segment, "nonce": bytes(16)})
+
+
+@pytest.mark.parametrize("fields", [{"process": 0}, {"process": 2**31}, {"descriptor": -1}, {"descriptor": "9"}, {"process": True}])
+def test_sealed_memory_is_named_by_whole_numbers(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(fields))):
+        announced({"kind": "memfd", "process": 7, "descriptor": 9, "nonce": bytes(16), **fields})
 
 
 def test_changed_reordered_and_truncated_bytes_are_refused_and_the_update_goes_on(intake: WeightIntake) -> None:
@@ -197,7 +292,7 @@ def test_an_abort_answers_what_was_being_staged_and_forgets_the_buckets(intake: 
     intake.stage_bucket(b"c", announced(segment.handle()), None)
     assert intake.advance() is None
     intake.abort("u")
-    assert isinstance(finish(intake).error, NoUpdate) and len(os.listdir("/proc/self/fd")) == before
+    assert isinstance(finish(intake).error, NoUpdate) and len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
     with pytest.raises(NoUpdate):
         intake.stage_bucket(b"c", *in_frames())
     intake.begin("u", 2, None, partial=False)
