@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -87,6 +89,9 @@ def test_transcripts_show_every_message_and_no_control_characters(client: rollou
     write_transcripts([first, spoilt], classroom.environment().num_opening, out)
     text = out.getvalue()
     assert text.count("--- episode") == 2 and text.count("    system  Answer each question") == 1
+    opening, _, episodes = text.partition("--- episode 1: ")
+    assert opening.startswith("--- every episode begins with\n    system  Answer each question") and "<tool_call>" in opening
+    assert episodes.partition("--- episode 2: ")[0].count("      user  ") == 1
     assert " assistant  a\N{REPLACEMENT CHARACTER}[31mb\n            c\n" in text and "\x1b" not in text
 
 
@@ -110,6 +115,22 @@ def test_the_script_plays_trains_and_ends_with_one_line(folder: Path) -> None:
     assert (facts["episodes"], facts["failed_episodes"], facts["steps"], len(facts["step_rewards"])) == (2, 0, 1, 1)
     assert facts["tokens"] > 2 and facts["seconds"] > 0
     assert done.stderr.count("--- episode") == 2 and "step 1/1: reward" in done.stderr
+    assert "playing 2 episodes, at most 16 at once\n" in done.stderr and "\n2 of 2 have ended: " in done.stderr
+
+
+def test_ctrl_c_is_a_sentence_and_ends_the_service(folder: Path) -> None:
+    command = [sys.executable, "-m", "examples.agentic.calculator.train", "--model", str(folder), "--episodes", "2000", "--questions", "1"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdout is not None
+        assert any(line.startswith("1 of 2000 have ended") for line in script.stdout)
+        services = psutil.Process(script.pid).children(recursive=True)
+        script.send_signal(signal.SIGINT)
+        _, said = script.communicate(timeout=60)
+    assert script.returncode == 130
+    assert said.endswith("stopped by Ctrl-C; the service has ended\n") and "Traceback" not in said, said
+    assert services and not any(service.is_running() and service.status() != psutil.STATUS_ZOMBIE for service in services)
 
 
 def test_an_absent_model_is_an_error_without_a_traceback(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +26,7 @@ import rollout
 from examples.agentic.calculator.env import NUM_QUESTIONS, Calculator, renders_tools
 from examples.agentic.gguf_checkpoint import ModelSourceError
 from examples.agentic.smollm2 import prepare
-from rollout.agent import ChatFormat, EpisodeLimits, EpisodeResult, EpisodeTask, TurnSampling, group_tasks, run_episodes
+from rollout.agent import ChatFormat, EpisodeLimits, EpisodeResult, EpisodeTask, Progress, TurnSampling, group_tasks, run_episodes
 
 MAX_REPLY_TOKENS = 64
 TURNS_PER_QUESTION = 4
@@ -65,7 +65,9 @@ class Classroom:
         """Return a fresh episode's environment."""
         return Calculator(num_questions=self._options.questions, describe_tool=self._describe_tool)
 
-    def play(self, tasks: Sequence[EpisodeTask], *, temperature: float) -> list[EpisodeResult]:
+    def play(
+        self, tasks: Sequence[EpisodeTask], *, temperature: float, on_progress: Callable[[Progress], None] | None = None
+    ) -> list[EpisodeResult]:
         """Play episodes side by side and return them in the order of the tasks. Blocks: until all have ended."""
         options = self._options
         return asyncio.run(
@@ -77,6 +79,7 @@ class Classroom:
                 info=self._info,
                 sampling=TurnSampling(temperature=temperature),
                 limits=EpisodeLimits(max_turns=TURNS_PER_QUESTION * options.questions, max_new_tokens=MAX_REPLY_TOKENS, max_bad_turns=2),
+                on_progress=on_progress,
             )
         )
 
@@ -131,16 +134,23 @@ class Figures:
 
 
 def write_transcripts(results: Sequence[EpisodeResult], num_opening: int, out: TextIO) -> None:
-    """Write what was said in each episode; of the first one also the opening, which all share."""
+    """Write what was said in each episode, after the opening that all share."""
+    if results and num_opening:
+        print("--- every episode begins with", file=out)
+        _write_messages(max((result.messages for result in results), key=len)[:num_opening], out)
     for number, result in enumerate(results):
         reward = "not scored" if result.reward is None else f"reward {result.reward:.2f}"
         cause = f" ({result.failure.text})" if result.failure else ""
         print(f"--- episode {number + 1}: {reward}, {result.status}{cause}", file=out)
-        for message in result.messages[0 if number == 0 else num_opening :]:
-            text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message["content"])
-            first, *others = text.splitlines() or [""]
-            print(f"{message['role']:>10}  {first}", *(f"{'':>10}  {line}" for line in others), sep="\n", file=out)
+        _write_messages(result.messages[num_opening:], out)
     print(file=out, flush=True)
+
+
+def _write_messages(messages: Sequence[Mapping[str, Any]], out: TextIO) -> None:
+    for message in messages:
+        text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message["content"])
+        first, *others = text.splitlines() or [""]
+        print(f"{message['role']:>10}  {first}", *(f"{'':>10}  {line}" for line in others), sep="\n", file=out)
 
 
 def learn(model: Any, optimizer: Any, results: Sequence[EpisodeResult], version: int) -> float | None:
@@ -215,7 +225,12 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
     with rollout.local(str(folder), device="cpu", dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
         classroom = Classroom(client, options)
         playing = time.monotonic()
-        results = classroom.play(classroom.tasks(), temperature=options.temperature)
+        print(f"playing {options.episodes} episodes, at most {options.concurrency} at once", file=out, flush=True)
+
+        def told(now: Progress) -> None:
+            print(f"{now.finished} of {now.total} have ended: {now.sampled_tokens} tokens, {now.seconds:.0f} s", file=out, flush=True)
+
+        results = classroom.play(classroom.tasks(), temperature=options.temperature, on_progress=told)
         figures = Figures.of(results, time.monotonic() - playing)
         write_transcripts(results, classroom.environment().num_opening, out)
         facts = {"model": folder.name, "seed": options.seed, "steps": options.steps}
@@ -269,6 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts = run(options, sys.stderr if options.json else sys.stdout)
     except (ModelSourceError, rollout.RolloutError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     if options.json:
         print(json.dumps(facts), flush=True)
     else:

@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,7 +57,7 @@ class Workshop:
         self._info = client.info()
         self._format = asyncio.run(ChatFormat.of(client.aio))
 
-    def play(self, first_seed: int) -> list[GroupResult]:
+    def play(self, first_seed: int, on_group: Callable[[GroupResult], None] | None = None) -> list[GroupResult]:
         """Play the groups of consecutive seeds. Blocks: until all have ended."""
         options = self._options
         groups = [
@@ -73,6 +73,7 @@ class Workshop:
                 info=self._info,
                 sampling=TurnSampling(temperature=options.temperature),
                 limits=EpisodeLimits(max_new_tokens=MAX_REPLY_TOKENS),
+                on_group=on_group,
             )
         )
 
@@ -129,7 +130,12 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
     with rollout.local(str(folder), device="cpu", dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
         workshop = Workshop(client, sandbox, options)
         playing = time.monotonic()
-        groups = workshop.play(options.seed * options.groups)
+        print(f"playing {options.groups} groups of {options.members} episodes", file=out, flush=True)
+
+        def told(group: GroupResult) -> None:
+            print(f"a group has ended: mean reward {group.mean_reward:.2f}, {time.monotonic() - playing:.0f} s", file=out, flush=True)
+
+        groups = workshop.play(options.seed * options.groups, told)
         facts = {"model": folder.name, "sandbox": sandbox.name, **figures(groups, time.monotonic() - playing)}
         write_transcripts([result for group in groups for result in group.results], 1, out)
         if options.steps:
@@ -176,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts = run(options, sys.stderr if options.json else sys.stdout)
     except (SandboxUnavailable, ModelSourceError, rollout.RolloutError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     print(json.dumps(facts) if options.json else "\n".join(f"{name:>18}  {value}" for name, value in facts.items()), flush=True)
 
 

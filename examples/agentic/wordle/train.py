@@ -113,6 +113,7 @@ def train(client: rollout.Client, model: Any, options: Options, out: TextIO) -> 
     """Measure, take the steps, measure again; return the figures. Mutates: the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     table, push = GameTable(client, options), WeightPush(client, model)
+    print(f"playing {options.held_out} games that no step plays", file=out, flush=True)
     before = table.held_out()
     print(f"before: {before.found:.1%} found, {before.no_word:.1%} no word", file=out, flush=True)
     seeds = [(options.seed << 32) + number for number in range(options.steps * options.groups)]
@@ -140,6 +141,7 @@ def train(client: rollout.Client, model: Any, options: Options, out: TextIO) -> 
                 file=out,
                 flush=True,
             )
+    print("playing them again", file=out, flush=True)
     after = table.held_out()
     return {
         "found_first": round(before.found, 4),
@@ -203,6 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts = run(options, sys.stderr if options.json else sys.stdout)
     except rollout.RolloutError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     if options.json:
         print(json.dumps(facts), flush=True)
     else:
