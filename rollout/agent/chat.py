@@ -22,7 +22,7 @@ from rollout.agent.controls import Behind, ControlText, Placeholders
 from rollout.agent.errors import ChatFormatError, TokenizerMismatch
 from rollout.agent.families import Piece
 from rollout.agent.provenance import StandIns, hide_joined, refuse_unless_same, untrusted_places
-from rollout.agent.renderer import opens_thinking, prove_renderer
+from rollout.agent.renderer import opens_thinking, prove_renderer, shows
 from rollout.tokenizer_files import tokenizer_digest
 
 Message = Mapping[str, Any]
@@ -55,6 +55,7 @@ class ChatFormat:
     __slots__ = (
         "_bos",
         "_controls",
+        "_shown",
         "_stand_in",
         "_template_kwargs",
         "_tokenizer",
@@ -102,6 +103,7 @@ class ChatFormat:
         bos = self._wrapper.bos_token_id
         added = self._tokenizer.encode("", add_special_tokens=True).ids
         self._bos: int | None = bos if bos is not None and added[:1] == [bos] else None
+        self._shown: dict[str, bool] = {}
         self.end_of_turn_id = self._find_end_of_turn()
         self.end_of_turn = None if self.end_of_turn_id is None else self.decode([self.end_of_turn_id])
         self.history = _checked_history(history)
@@ -181,8 +183,27 @@ class ChatFormat:
         return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
     def mark(self, messages: Sequence[Message], placeholders: Placeholders) -> list[dict[str, Any]]:
-        """Return copies of messages in which untrusted text hides its control tokens behind placeholders."""
+        """Return copies of messages in which untrusted text hides its control tokens behind placeholders. Raises: ChatFormatError."""
+        self._refuse_hidden(messages)
         return [self._marked(message, placeholders) for message in messages]
+
+    def _refuse_hidden(self, messages: Sequence[Message]) -> None:
+        """Refuse messages that the template would leave out: the model would not see what its trainer believes it was told."""
+        if self._wrapper.chat_template is None:
+            return
+        for role in (message.get("role") for message in messages if _says_something(message)):
+            if not isinstance(role, str):
+                continue  # the template says what it makes of that
+            if role not in self._shown:
+                self._shown[role] = shows(self.render, role)
+            if not self._shown[role]:
+                raise ChatFormatError(
+                    f"the chat template leaves out messages of role {role!r}",
+                    field="messages",
+                    value=role,
+                    limit="the model sees every message that it is given",
+                    remedy="say it in a role that the template writes (a tool's result as a user message), or use another template",
+                )
 
     def _marked(self, message: Message, placeholders: Placeholders) -> dict[str, Any]:
         clean = _clean(message)
@@ -279,6 +300,11 @@ def _checked_history(history: str) -> str:
             remedy='leave it out to follow the template, or pass history="append" to keep every turn as it was sampled',
         )
     return history
+
+
+def _says_something(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return bool(content.strip()) if isinstance(content, str) else content is not None
 
 
 def _clean(value: Any) -> Any:

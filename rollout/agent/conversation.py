@@ -8,7 +8,8 @@ family's renderer. Otherwise the whole conversation is rendered again. If it beg
 trim replies), the rest is the end of turn, the separator, the new messages and the generation prompt, and only this is
 encoded. Otherwise the template rewrote history (dropped thinking, added empty think blocks): the conversation forks, and the
 new row's prompt is the rewritten history, in which what survives of a reply keeps its sampled ids. A format with `history="append"` never
-forks: what the template adds after a turn is appended, whatever it would make of earlier ones.
+forks: what the template adds after a turn is appended, whatever it would make of earlier ones. What a family's renderer was proven for is
+rendered in full and compared again after 64 turns, 128, 256 and so on: from where a template writes long conversations otherwise, it counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from rollout.agent.controls import Behind
 from rollout.agent.errors import ChatFormatError
 from rollout.agent.families import Piece
 from rollout.agent.renderer import ReplyShape, shape_of
+
+
+# Beyond the turns that the proof of a renderer plays (`renderer.py`).
+FIRST_COMPARISON = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +64,14 @@ class Conversation:
     `start` (after `add_messages` and `add_reply` for what is there already), then `add_reply` and `extend` in turn. One owner: the episode.
     """
 
-    __slots__ = ("_format", "_messages", "_placeholders", "_replies", "_row_text", "_shapes", "_thinking_open", "_tools")
+    __slots__ = ("_format", "_messages", "_placeholders", "_proven", "_replies", "_row_text", "_shapes", "_thinking_open", "_tools")
 
     def __init__(self, chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None):
         self._format = chat_format
         self._placeholders = chat_format.placeholders()
         self._messages = chat_format.mark(messages, self._placeholders)
         self._tools = self._placeholders.mark(list(tools)) if tools else None
+        self._proven = True
         self._replies: list[_Reply] = []
         self._row_text: list[str] = []
         self._shapes: set[ReplyShape] = set()
@@ -104,11 +110,12 @@ class Conversation:
         grown = self._messages + marked
         added = self._added(marked)
         text = None
-        if added is None:
+        compares = added is not None and self._compares()
+        if added is None or compares:
             try:
                 text = self._render(grown)
             except ChatFormatError as refused:
-                added = self._added_to_refused(marked, refused)
+                added = added or self._added_to_refused(marked, refused)
         if text is None:
             assert added is not None, "what follows the last reply is known"
             ids, forks = self._without_end(self._encode(added)), False
@@ -117,6 +124,8 @@ class Conversation:
             reply = self._replies[-1].text if self._replies else ""
             rest = _rest(text, "".join(self._row_text), reply, self._format.end_of_turn)
             forks = rest is None
+            if compares and (rest is None or rest.split() != (added or "").split()):
+                self._proven = False
             ids = self._rewritten(grown, text) if rest is None else self._without_end(self._encode(rest))
             self._row_text = [text]
             self._shapes = (set() if rest is None else self._shapes) | self._thinking_in(text if rest is None else rest)
@@ -129,11 +138,16 @@ class Conversation:
         if not self._replies:
             return None
         appends = self._format.history == "append"
-        if renderer is not None and (appends or renderer.keeps(frozenset(self._shapes), marked)):
+        if renderer is not None and (appends or (self._proven and renderer.keeps(frozenset(self._shapes), marked))):
             pieces = renderer.after_turn(marked)
             if pieces is not None:
                 return self._format.join_pieces(self._of_untrusted(pieces, marked), self._placeholders)
         return self._added_to_any_reply(marked) if appends else None
+
+    def _compares(self) -> bool:
+        """Return whether what a renderer knows is compared with a full rendering after this turn."""
+        count = len(self._replies)
+        return self._format.history == "template" and count >= FIRST_COMPARISON and count & (count - 1) == 0
 
     def _of_untrusted(self, pieces: Sequence[Piece], marked: Sequence[Message]) -> list[Piece]:
         """Return the pieces with contents of trusted roles counted as the template's own words."""

@@ -7,6 +7,7 @@ template in full and compares. Invariant: where a renderer answers, the template
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _TOOLS = [
     }
 ]
 _LONG = 40
+# No template changes digits, or has these by chance.
+_DIGITS = "7108293546"
 # Text that a template looks for in messages; some change what they write where a user says such a word.
 _LOOKED_FOR = re.compile(
     r"""(?P<quote>['"])(?P<word>(?:(?!(?P=quote)).)+)(?P=quote)\s+(?:not\s+)?in\s"""
@@ -111,6 +114,17 @@ def prove_renderer(render: Render, template: str) -> Renderer | None:
     plain = (*_PLAIN, *(said for said in _saying(words) if "think>" not in said))
     keeps_plain = bool(keeps_thinking) if thinking_open else all(_stays(render, family, prompt, role, plain) for role in roles)
     return Renderer(family=family, generation_prompt=prompt, roles=roles, keeps_plain=keeps_plain, keeps_thinking=keeps_thinking)
+
+
+def shows(render: Render, role: str) -> bool:
+    """Return whether a template writes what messages of a role say, first or after a turn; a template that refuses them all says so itself."""
+    message = {"role": role, "name": "add", "tool_call_id": "call12345", "content": _DIGITS}
+    begun = [_USER, {"role": "assistant", "content": "R"}]
+    rendered = []
+    for talk in ([*begun, message], [message, _USER], [*begun, message, *begun]):
+        with contextlib.suppress(ChatFormatError):
+            rendered.append(render(talk))
+    return not rendered or any(_DIGITS in text for text in rendered)
 
 
 def _looked_for(template: str) -> list[str]:

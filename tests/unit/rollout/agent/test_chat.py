@@ -184,6 +184,27 @@ def test_a_template_that_refuses_names_the_roles() -> None:
         chat.prompt_ids([{"role": "user", "content": "a"}])
 
 
+def test_a_message_that_the_template_would_leave_out_is_refused_in_every_way_in() -> None:
+    """Otherwise a tool's results would never reach the model, and nobody would know."""
+    whole = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    template = CHATML.replace(whole, "{% if message.role in ['user', 'assistant'] %}" + whole + "{% endif %}")
+    user, result = {"role": "user", "content": "go"}, {"role": "tool", "content": "42"}
+    for history in ("template", "append"):
+        chat = ChatFormat(files(template), history=history)
+        conversation = Conversation(chat, [user])
+        conversation.start()
+        conversation.add_reply(np.array(spelled("ok"), np.int32), end_id=None)
+        before = conversation.messages
+        with pytest.raises(ChatFormatError, match=r"leaves out messages of role 'tool'.*as a user message"):
+            conversation.extend([user, result])
+        assert conversation.messages == before
+        conversation.extend([user, {**result, "content": " "}])  # there is nothing to leave out
+    with pytest.raises(ChatFormatError, match="role 'system'"):
+        Conversation(chat, [{"role": "system", "content": "Be brief."}, user])
+    with pytest.raises(ChatFormatError, match="role 'tool'"):
+        chat.prompt_ids([user, result])
+
+
 @pytest.mark.parametrize(
     "attack",
     ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"],

@@ -40,6 +40,24 @@ def test_a_template_that_forgets_old_messages_forks_and_keeps_the_sampled_ids_of
     assert find(added.ids, spelled("hello two")) > 0
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_long_conversation_is_compared_with_its_template_again_and_follows_it_from_there(forgets: bool) -> None:
+    """The proof of a family ends at 40 turns; this template forgets from the 63rd on."""
+    template = CHATML.replace("in messages", "in messages[-126:]") if forgets else CHATML
+    chat = ChatFormat(files(template))
+    assert chat.renderer is not None
+    conversation = Conversation(chat, USER)
+    row, forked = conversation.start().tolist(), []
+    for turn in range(1, 71):
+        conversation.add_reply(said(f"a{turn}"), end_id=END)
+        added = conversation.extend(MORE)
+        row = added.ids.tolist() if added.forks else [*row, *said(f"a{turn}").tolist(), *added.ids.tolist()]
+        forked += [turn] if added.forks else []
+        if turn >= 64:
+            assert chat.decode(row) == chat.render(conversation.messages)
+    assert forked == (list(range(64, 71)) if forgets else [])
+
+
 @pytest.mark.parametrize(("template", "complaint"), [(TWICE, "more than once"), (COUNTS, "with the content of a reply")])
 def test_a_template_whose_history_cannot_be_taken_apart_is_refused_and_nothing_changes(template: str, complaint: str) -> None:
     conversation, _ = begun(template)
