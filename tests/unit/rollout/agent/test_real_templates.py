@@ -18,7 +18,7 @@ from rollout.agent.errors import ChatFormatError, UntrustedControlToken
 from tests.unit.rollout.agent.fake_client import FakeClient, guarded
 from tests.unit.rollout.agent.real_templates import CONTROLS, NAMES, byte_tokenizer, chat_format, end_of_turn, files, spelled
 
-TALKS_ONLY = {"gemma", "phi3", "deepseek", "glm4"}  # templates without a turn for tool results after a plain reply
+TALKS_ONLY = {"gemma", "phi3"}  # templates without a turn for tool results
 NO_SYSTEM = {*TALKS_ONLY, "mistral"}
 KNOWN = {
     **{name: "qwen" for name in NAMES if name.startswith("qwen")},
@@ -48,13 +48,17 @@ def replies(name: str, count: int, *, thinks: bool) -> list[list[int]]:
     """Return what the policy says: spelled byte by byte, so that no encoding of its text gives these ids."""
     opened = name in ("qwen3.5", "ling keeping thinking")
     lead = ("" if opened else "<think>\n") + "SAMPLED hmm hello\n</think>\n\n" if thinks else ""
-    return [spelled(f"{lead}SAMPLED hello {number}{end_of_turn(name)}") for number in range(count)]
+    ends = [end_of_turn(name)] * count
+    if name == "glm4":  # which ends a turn with the token that begins the next one
+        followed = [*(talk[0]["role"] for talk in observations(name)), "user"]
+        ends = ["<|observation|>" if role == "tool" else "<|user|>" for role in followed]
+    return [spelled(f"{lead}SAMPLED hello {number}{end}") for number, end in enumerate(ends)]
 
 
 def play(name: str, chat: ChatFormat, *, thinks: bool = False, cut: bool = False) -> tuple[Episode, FakeClient, list[Any]]:
     talk = observations(name)
-    end = byte_tokenizer().token_to_id(end_of_turn(name))
-    client = FakeClient(replies(name, len(talk) + 1, thinks=thinks), served=files(name), eos_ids=(end,))
+    ends = [byte_tokenizer().token_to_id(end) for end in (end_of_turn(name), "<|observation|>")]
+    client = FakeClient(replies(name, len(talk) + 1, thinks=thinks), served=files(name), eos_ids=tuple(ends))
     options = {"max_new_tokens": 30} if cut else {}
 
     async def run() -> tuple[Episode, list[Any]]:
