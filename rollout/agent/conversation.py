@@ -8,8 +8,8 @@ family's renderer. Otherwise the whole conversation is rendered again. If it beg
 trim replies), the rest is the end of turn, the separator, the new messages and the generation prompt, and only this is
 encoded. Otherwise the template rewrote history (dropped thinking, added empty think blocks): the conversation forks, and the
 new row's prompt is the rewritten history, in which what survives of a reply keeps its sampled ids. A format with `history="append"` never
-forks: what the template adds after a turn is appended, whatever it would make of earlier ones. What a family's renderer was proven for is
-rendered in full and compared again after 64 turns, 128, 256 and so on: from where a template writes long conversations otherwise, it counts.
+forks: what the template adds after a turn is appended, whatever it would make of earlier ones. After 64
+turns, 128, 256 and so on a family's renderer is compared with the full rendering again, which counts from where they part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rollout.agent.controls import Behind
 from rollout.agent.errors import ChatFormatError
 from rollout.agent.families import Piece
 from rollout.agent.renderer import ReplyShape, shape_of
-
 
 # Beyond the turns that the proof of a renderer plays (`renderer.py`).
 FIRST_COMPARISON = 64

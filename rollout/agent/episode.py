@@ -33,6 +33,7 @@ from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 from rollout.seeds import derive_seed
 
 CANCEL_WAIT_S = 2.0
+POLL_S = 0.005
 # Far above the mean of any tokenizer: what is longer is not encoded, which takes seconds for megabytes.
 CHARACTERS_OF_A_TOKEN = 32
 
@@ -205,6 +206,7 @@ class Episode:
             self.finish()
         elif self.running:
             await self.cancel()
+        await self.end_subagents()
 
     def __enter__(self) -> NoReturn:
         raise EpisodeStateError(
@@ -429,7 +431,8 @@ class Episode:
         """Return a new episode within this one's tree, of the same service; `options` are those of the constructor.
 
         Its rows are among this episode's `rows()` and get its reward. Sampling, limits, chat format and cache options are this
-        episode's unless given; its seed is derived from this one's. Several may run at once; `cancel` of this one cancels them.
+        episode's unless given; its seed is derived from this one's. Several may run at once; `cancel` of this one cancels them, and so
+        does its end in `async with` and in a runner (`end_subagents`).
         Raises: as the constructor.
         """
         same = {
@@ -486,6 +489,30 @@ class Episode:
         else:
             self._cancelling = True
             await self._client.cancel(request_id)
+
+    @property
+    def subagents(self) -> tuple[Episode, ...]:
+        """Return the episodes that this one handed a part of its work to, running or not."""
+        return tuple(self._children)
+
+    async def end_subagents(self) -> None:
+        """Cancel subagents that still run, and theirs, and wait for a bounded time until what they had sampled is in their rows.
+
+        What a subagent samples after its episode's rows were taken is trained nowhere. Raises: nothing.
+        """
+        ending = [asyncio.ensure_future(child._end_all()) for child in self._children]
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=CANCEL_WAIT_S)
+            for task in late:
+                task.cancel()
+
+    async def _end_all(self) -> None:
+        with contextlib.suppress(Exception):  # a service that is away cancels nothing; what is sampled then ends with its own wait
+            if self.running:
+                await self.cancel()
+        while self._in_flight is not None:
+            await asyncio.sleep(POLL_S)
+        await self.end_subagents()
 
     def _end(self, status: EpisodeStatus, limit: Limit | None = None, *, reason: str | None = None) -> None:
         if self.running:

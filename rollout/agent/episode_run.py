@@ -164,6 +164,8 @@ class EpisodeRun:
                 continue
             step = await self.answered(env, "step", limit.step_s, self.environment.step, turn)
             await self.phase(env, "step", limit.step_s, _inline(self.advance), step)
+        if episode.subagents:
+            await self.phase(FailureKind.INFRASTRUCTURE, "subagents", None, episode.end_subagents)
         if episode.status is EpisodeStatus.CANCELLED:
             return None
         if episode.status is EpisodeStatus.FAILED:
@@ -251,8 +253,10 @@ class EpisodeRun:
         )
 
     async def close(self) -> None:
-        """Give the environment its last call; a failure in it changes nothing that was already decided."""
+        """End subagents that still run and give the environment its last call; a failure in it changes nothing that was decided."""
         self.phase_name = "close"
+        if self.episode is not None:
+            await self.episode.end_subagents()
         ENVIRONMENTS.release(self.environment)
         close = getattr(self.environment, "close", None)
         if close is not None:

@@ -117,7 +117,7 @@ def prove_renderer(render: Render, template: str) -> Renderer | None:
 
 
 def shows(render: Render, role: str) -> bool:
-    """Return whether a template writes what messages of a role say, first or after a turn; a template that refuses them all says so itself."""
+    """Return whether a template writes what messages of a role say, first or after a turn; one that refuses them all says so itself."""
     message = {"role": role, "name": "add", "tool_call_id": "call12345", "content": _DIGITS}
     begun = [_USER, {"role": "assistant", "content": "R"}]
     rendered = []

@@ -236,3 +236,35 @@ def test_a_group_computes_its_prompt_once_and_plays_a_failed_member_again(client
     assert sum(turn.cached_tokens >= prompt - page for turn in turns) == 6
     assert result.statistics.cached_share > 0.7
     check_against_reference(folder, [row for one in result.results for row in one.rows])
+
+
+def test_what_preempted_episodes_sent_and_sampled_stays_as_it_was(folder: Path, tmp_path: Path) -> None:
+    """A pool too small for all rows to end in: what waits again is computed again from ids, never from text."""
+    words = spelled("hello" * 3)
+    assert len(words) == 15 and ChatFormat.from_folder(folder).rendered_ids("hello" * 3).size == 3
+
+    async def play(client: Any) -> list[Episode]:
+        info, chat = await client.info(), await ChatFormat.of(client)
+        starts: list[dict[str, Any]] = [{"prompt_ids": [*words, number]} for number in range(2)] + [{"messages": USER}] * 2
+        episodes = [Episode(client, info=info, format=chat, seed=seed, **start) for seed, start in enumerate(starts)]
+        said = [*words, *words, END]
+        await asyncio.gather(*(episode.act(forced_ids=said, max_new_tokens=len(said)) for episode in episodes))
+        for episode in episodes:
+            assert episode.observe_ids(words) if not episode.messages else episode.observe(USER)
+        await asyncio.gather(*(episode.act(max_new_tokens=160, ignore_eos=True) for episode in episodes))
+        return episodes
+
+    options: dict[str, Any] = {"max_rows": 4, "threads": 1, "num_pages": 24, "prefix_cache": False}
+    with rollout.local(str(folder), state_dir=str(tmp_path), **options) as client:
+        episodes = asyncio.run(play(client.aio))
+        assert client.stats()["engine"]["preemptions"] >= 2
+    said = [*words, *words, END]
+    for number, episode in enumerate(episodes):
+        (row,) = episode.rows()
+        first, second = row.turns
+        assert row.ids[first.start : first.end].tolist() == said
+        if not episode.messages:
+            assert row.ids[: second.start].tolist() == [*words, number, *said, *words]
+        assert (first.prompt_tokens, second.prompt_tokens) == (first.start, second.start)
+        assert row.num_sampled == len(said) + 160
+    assert check_against_reference(folder, [row for episode in episodes for row in episode.rows()]) == 4 * (len(said) + 160)

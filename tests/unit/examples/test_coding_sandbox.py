@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import shutil
 import socket
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -193,3 +196,54 @@ def test_namespaces_of_users_without_privileges_keep_in_too(namespaces_of_users:
         namespaces_of_users, f"import os; print(os.getuid(), os.getpid(), os.path.exists({__file__!r}), os.path.exists('/etc/passwd'))"
     )
     assert seen.output.split() == ["1000", "1", "False", "False"]
+
+
+TRIED_BY_NOBODY = """
+import asyncio, json, os, sandbox
+code = '''
+import os, socket, time
+print(os.getuid(), os.path.exists("/etc/passwd"), os.listdir("/task"))
+try:
+    socket.create_connection(("127.0.0.1", 80), 1)
+except OSError as error:
+    print(error.strerror)
+made = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(9)
+        made += 1
+except OSError:
+    print(made, flush=True)
+os._exit(0)
+'''
+async def main():
+    found = await sandbox.find_sandbox(sandbox.Limits(wall_s=8.0), ways=["user_namespaces"])
+    run = await found.run(code)
+    print(json.dumps([os.geteuid(), run.output.splitlines(), run.errors]))
+try:
+    asyncio.run(main())
+except sandbox.SandboxUnavailable as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_user_without_any_privilege_keeps_code_in_by_namespaces() -> None:
+    python, nobody = Path("/usr/bin/python3"), 65534
+    if not python.exists() or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
+        pytest.skip("the system has no Python 3.11 that everybody may run")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("sandbox.py", "jail.py"):
+            shutil.copy(Path(sandboxes.__file__).with_name(name), folder)
+        for path in (folder, *(os.path.join(folder, name) for name in os.listdir(folder))):
+            os.chmod(path, 0o755)
+        command = [python, "-B", "-c", TRIED_BY_NOBODY]
+        done = subprocess.run(command, cwd=folder, user=nobody, group=nobody, extra_groups=[], capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    if isinstance(said, str):
+        pytest.skip(said)
+    uid, lines, errors = said
+    assert uid == nobody and lines[0].split() == ["1000", "False", "['main.py']"] and "unreachable" in lines[1], errors
+    assert 0 < int(lines[2]) < Limits().processes

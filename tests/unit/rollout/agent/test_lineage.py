@@ -281,3 +281,58 @@ def test_an_environment_branches_by_what_its_step_says() -> None:
     assert (result.status, result.reward) == (EpisodeStatus.DONE, 0.5)
     assert [row.branch.kind for row in result.rows] == ["start", "retry", "subagent", "compaction"]
     assert [sample.reward for sample in samples_of(result)] == [0.5] * 4
+
+
+class Delegator:
+    """Hands a part to a subagent, and one of that one's own, and ends while both are sampling."""
+
+    def __init__(self, way: str, client: FakeClient) -> None:
+        self.way, self.client = way, client
+
+    async def reset(self, seed: int) -> Any:
+        return Start(messages=USER)
+
+    def attach(self, episode: Episode) -> None:
+        self.episode = episode
+
+    async def step(self, turn: Any) -> Step:
+        agent = self.episode.subagent(messages=USER)
+        self.client.hang = True
+        self.tasks = [asyncio.create_task(one.act()) for one in (agent, agent.subagent(messages=USER))]
+        while len(self.client.waiting) < 2:
+            await asyncio.sleep(0.001)
+        if self.way == "raises":
+            raise RuntimeError("no")
+        return Step(done=True)
+
+    async def score(self, episode: Episode) -> float:
+        assert [row.num_sampled for row in episode.rows()][1:] == [2, 2]  # all that there will be
+        return 1.0
+
+
+@pytest.mark.parametrize("way", ["ends", "raises"])
+def test_subagents_that_still_run_when_their_episode_ends_are_cancelled_and_their_tokens_are_in_the_result(way: str) -> None:
+    client = FakeClient(lambda prompt, options: said("a"))
+    result = asyncio.run(run_episode(client, EpisodeTask(make_environment=lambda: Delegator(way, client))))
+    assert result.status is (EpisodeStatus.DONE if way == "ends" else EpisodeStatus.FAILED)
+    assert result.reward == (1.0 if way == "ends" else None)
+    assert client.live == 0 and len(client.cancelled) == 2
+    assert [row.num_sampled for row in result.rows][1:] == [2, 2]
+
+
+def test_async_with_ends_subagents_that_still_run() -> None:
+    client = FakeClient(hang=True)
+    episode = start(client)
+
+    async def run() -> Episode:
+        async with episode:
+            agent = episode.subagent(messages=USER)
+            task = asyncio.create_task(agent.act())
+            while not client.waiting:
+                await asyncio.sleep(0.001)
+        assert task.done()
+        return agent
+
+    agent = asyncio.run(run())
+    assert (episode.status, agent.status) == (EpisodeStatus.DONE, EpisodeStatus.CANCELLED)
+    assert [row.num_sampled for row in episode.rows()] == [2]
