@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -26,69 +25,33 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from areno.canary import CanaryGaps, CanaryProof
+from areno.canary import CanaryProof
 from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.current_device import current_device, on_device
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
-from areno.errors import Asleep, CanaryMismatch, InvalidRequest, NoUpdate, RequestTooLong, UpdateBusy, WeightUpdateError
+from areno.errors import InvalidRequest, RequestTooLong
+from areno.info import EngineInfo
 from areno.models.model_config import ModelConfig, read_model_config
 from areno.models.shards import check_tp, shard_model
 from areno.parallel import TPGroup
 from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_randomly, find_device, measure_device
 from areno.ranks import operations as ops
-from areno.ranks.ranks import Ranks, build_entry, open_entry, start_ranks, verify_entry
-from areno.ranks.share import canaries_entry
+from areno.ranks.ranks import Ranks, build_entry, start_ranks
 from areno.ranks.state_check import CHECK_LAUNCHES, state_of
-from areno.request import Finished, FinishKind, PromptScore, Request, RequestLimits, SamplingParams, StepOutput, check_ids
+from areno.request import FinishKind, Request, RequestLimits, SamplingParams, StepOutput
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
+from areno.score import Score, scorable_ids
+from areno.sleeper import Sleeper
+from areno.step_output import join_outputs
 from areno.twin import twin_config
+from areno.updates import Updates
 from areno.weights.canary import Canary
 from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
-from areno.weights.names import HostCopy, TensorSpec
+from areno.weights.names import TensorSpec
 from areno.weights.report import UpdateReport
-from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
-
-SLEEP_LEVELS = ("kv", "weights")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """What runs and what it allows; counts in tokens unless the name says otherwise.
-
-    `result_transport` is host (CPU), mapped or copy, with the reason.
-    """
-
-    model_type: str
-    dtype: str
-    device: str
-    vocab_size: int
-    num_valid_ids: int
-    eos_ids: tuple[int, ...]
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    pool_tokens: int
-    max_rows: int
-    sampling_slots: int
-    run_ahead: int
-    decode_tables: str
-    kept_ids: bool
-    result_transport: str
-    result_transport_reason: str
-    num_parameters: int
-    tp: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """Log-probabilities of given ids. Shapes: float32 [n - 1], of ids[1:]; tempered and raw."""
-
-    token_logprobs: np.ndarray
-    raw_logprobs: np.ndarray
-    version: int
 
 
 class Engine:
@@ -144,7 +107,6 @@ class Engine:
         self._rank: Rank = rank
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
-        self._proof = CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved)
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,
@@ -157,14 +119,19 @@ class Engine:
         self._scheduler = Scheduler(config, resolved, limits)
         self._config, self._resolved = config, resolved
         self._company: WeakSet[Engine] | None = None
-        self._update: WeightUpdate | None = None
-        self._buckets = resolved.buckets
-        # What is given back: None, "kv" or "weights"; and where the weights are meanwhile.
-        self._asleep: str | None = None
-        self._moved_out: HostCopy | None = None
+        self._updates = Updates(
+            self._table,
+            CanaryProof(rank.forward, rank.store, rank.proof_path, rank.proof_ring, resolved),
+            executor=rank.executor,
+            scheduler=self._scheduler,
+            ranks=self._ranks,
+            group=self._group,
+            resolved=resolved,
+            vocab_size=model_config.vocab_size,
+        )
+        self._sleeper = Sleeper(rank, self._scheduler, self._ranks, self._updates, buckets=resolved.buckets)
         self._steps = 0
         self._step_s = 0.0
-        self._updates = 0
         self._checked_launches = 0
         self.info = EngineInfo(
             model_type=model_config.model_type,
@@ -255,7 +222,7 @@ class Engine:
 
         Raises: EngineFailure, Asleep.
         """
-        self._check_awake("step")
+        self._sleeper.check_awake("step")
         try:
             with self._ranks.together():
                 return self._step()
@@ -282,7 +249,7 @@ class Engine:
         if self._ranks.size > 1:
             self._compare_ranks()
         endings = self._scheduler.take_endings()
-        output = _join(outputs, endings, self._scheduler.take_prompt_scores())
+        output = join_outputs(outputs, endings, self._scheduler.take_prompt_scores())
         self._step_s += time.perf_counter() - started
         return output
 
@@ -301,15 +268,14 @@ class Engine:
         """
         with self._ranks.together(), device_errors("while results were read"):
             read = self._read(drain=True)
-        return _join(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
+        return join_outputs(read, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
 
     @on_device
     def score(self, ids: Sequence[int] | np.ndarray, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of `ids[1:]` under the live weights. Raises: InvalidRequest, Asleep."""
-        self._check_awake("score")
+        self._sleeper.check_awake("score")
         sampling = SamplingParams(temperature=temperature)
-        array = check_ids("ids", ids, self.info.vocab_size)
-        self._check_scorable("ids", array)
+        array = scorable_ids("ids", ids, vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
         if array.size < 2:
             raise InvalidRequest(
                 "ids holds one id", field="ids", value=1, limit="at least two are needed", remedy="score a sequence with a context"
@@ -331,45 +297,16 @@ class Engine:
             tempered, raw = self._forward.score(array, sampling.temperature)
             return Score(token_logprobs=tempered.cpu().numpy().copy(), raw_logprobs=raw.cpu().numpy().copy(), version=self.version)
 
-    def _check_scorable(self, name: str, ids: np.ndarray) -> None:
-        if ids.size > self.info.max_model_len:
-            raise RequestTooLong(
-                f"{name} holds {ids.size} ids",
-                field=name,
-                value=int(ids.size),
-                limit=f"the context holds {self.info.max_model_len}",
-                remedy="score a shorter sequence",
-            )
-
     @on_device
     def begin_update(self, manifest: Mapping[str, TensorSpec] | None, *, version: int, partial: bool = False) -> None:
         """Open a weight update; the manifest is checked before a byte is taken. Raises: UpdateBusy, ManifestMismatch, Asleep."""
-        self._check_awake("begin_update")
-        if self._update is not None:
-            raise UpdateBusy(
-                f"an update to version {self._update.version} is open",
-                field="version",
-                value=version,
-                limit="one update at a time",
-                remedy="commit or abort it first",
-            )
-        if version <= self.version:
-            raise WeightUpdateError(
-                f"version={version} does not grow",
-                field="version",
-                value=version,
-                limit=f"the live version is {self.version}",
-                remedy="use a larger version",
-            )
-        self._update = WeightUpdate(self._table, manifest, version=version, partial=partial, group=self._group)
-        self._ranks.tell(open_entry(manifest, version=version, partial=partial))
+        self._sleeper.check_awake("begin_update")
+        self._updates.begin(manifest, version=version, partial=partial)
 
     @on_device
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor of the open update, beside decode. Raises: NoUpdate, ManifestMismatch, WeightUpdateError."""
-        with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
-            self._open_update().stage(name, tensor)
-            self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
+        self._updates.stage(name, tensor)
 
     @on_device
     def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
@@ -377,21 +314,17 @@ class Engine:
 
         Raises: as `stage`.
         """
-        return self._open_update().slice_memory(name, start=start, count=count, spec=spec)
+        return self._updates.slice_memory(name, start=start, count=count, spec=spec)
 
     @on_device
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
-        with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
-            self._open_update().stage_slice(name, values, start=start, spec=spec)
-            self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
+        self._updates.stage_slice(name, values, start=start, spec=spec)
 
     @on_device
     def settle_slices(self) -> None:
         """Wait until every slice is copied; on a CUDA device copies of its memory are only launched before. Raises: NoUpdate."""
-        with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
-            self._open_update().settle_slices()
-            self._ranks.tell(ops.SettleSlices())
+        self._updates.settle_slices()
 
     @on_device
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
@@ -400,65 +333,11 @@ class Engine:
         The update is closed either way; on failure the old weights serve on under their old version.
         Raises: NoUpdate, ManifestMismatch, DigestMismatch, CanaryMismatch, WeightUpdateError, InvalidRequest (a canary's ids).
         """
-        update = self._open_update()
-        started = time.perf_counter()
-        self._update = None
-        no_room = None if self._ranks.size > 1 else _no_room("prove", f"version {update.version}")
-        try:
-            for canary in canaries:
-                self._check_scorable("canary.ids", check_ids("canary.ids", canary.ids, self.info.vocab_size))
-            with self._ranks.together(), device_errors("while weights were committed", out_of_memory=no_room), torch.inference_mode():
-                number = self._ranks.tell(verify_entry(digests))
-                update.verify(digests)
-                self._ranks.expect(number)
-                verified = time.perf_counter()
-                self._swap(update)
-                swapped = time.perf_counter()
-                try:
-                    self._ranks.tell(canaries_entry(canaries))
-                    gaps = self._proof.measure(canaries)
-                    self._judge(gaps)
-                except BaseException:
-                    self._swap(update)
-                    raise
-                proved = time.perf_counter()
-                self._ranks.expect(self._ranks.tell(ops.PublishUpdate(version=update.version)))
-        except (WeightUpdateError, InvalidRequest):
-            self._ranks.tell(ops.AbortUpdate())
-            raise
-        self._executor.version = update.version
-        self._scheduler.commit_version(update.version)
-        self._updates += 1
-        counts = update.counts
-        assert counts is not None, "a verified update has counts"
-        return UpdateReport(
-            version=update.version,
-            num_tensors=counts.num_tensors,
-            num_bytes=counts.num_bytes,
-            changed_tensors=counts.changed_tensors,
-            changed_bytes=counts.changed_bytes,
-            staging_s=update.staging_s,
-            swap_ms=(swapped - verified) * 1e3,
-            proof_ms=(verified - started + proved - swapped) * 1e3,
-            pause_ms=(time.perf_counter() - started) * 1e3,
-            canary_gap=gaps.largest,
-            canary_mean_gap=gaps.mean,
-            decode_canary_gap=gaps.decode,
-            inspect_s=update.inspect_s,
-            derive_s=update.derive_s,
-            warning=None if counts.changed_tensors else "no tensor differs from the previous version",
-        )
-
-    def _swap(self, update: WeightUpdate) -> None:
-        self._ranks.tell(ops.SwapUpdate())
-        with device_errors("while weights were swapped"):
-            update.swap()
+        return self._updates.commit(digests=digests, canaries=canaries)
 
     def abort_update(self) -> None:
         """Drop the open update, if any; the live weights are untouched. Raises: EngineFailure where another rank is lost."""
-        if self._update is not None:
-            self._update = None
-            self._ranks.tell(ops.AbortUpdate())
+        self._updates.abort()
 
     @on_device
     def digests(self) -> dict[str, int]:
@@ -470,7 +349,7 @@ class Engine:
     @property
     def asleep(self) -> str | None:
         """What is given back: "kv", "weights" (both), or None."""
-        return self._asleep
+        return self._sleeper.level
 
     @on_device
     def sleep(self, level: str = "kv") -> StepOutput:
@@ -480,46 +359,7 @@ class Engine:
         cancelled. Repeated with a deeper level it gives back the rest, otherwise nothing. Blocks: for what is in flight and the
         copy of the weights. Raises: InvalidRequest, UpdateBusy, EngineFailure.
         """
-        if level not in SLEEP_LEVELS:
-            raise InvalidRequest(
-                f"level={level!r} is unknown", field="level", value=level, limit=f"known: {', '.join(SLEEP_LEVELS)}", remedy="use 'kv'"
-            )
-        if self._company is not None:
-            raise InvalidRequest(
-                "an engine with twins cannot sleep",
-                field="level",
-                value=level,
-                limit="they share its memory, and their captured steps know its addresses",
-                remedy="compare engines in another process",
-            )
-        if self._update is not None:
-            raise UpdateBusy(
-                f"an update to version {self._update.version} is open",
-                field="version",
-                value=self._update.version,
-                limit="an engine that sleeps can prove no weights",
-                remedy="commit or abort it first",
-            )
-        outputs: list[StepOutput] = []
-        with self._ranks.together(), device_errors("while the engine went to sleep"), torch.inference_mode():
-            if self._asleep is None:
-                for command in self._scheduler.empty_device():
-                    self._ranks.tell(command)
-                    self._executor.execute(command)
-                outputs = self._read(drain=True)
-                self._scheduler.clear_prefix_cache()
-                released = self._ranks.tell(ops.ReleaseKV())
-                self._rank.release_kv()
-                self._ranks.expect(released)
-                self._asleep = "kv"
-            if level == "weights" and self._asleep == "kv":
-                moved = self._ranks.tell(ops.MoveOutWeights())
-                self._moved_out = self._table.move_out()
-                self._ranks.expect(moved)
-                self._asleep = "weights"
-            if self._store.keys.is_cuda:
-                torch.cuda.empty_cache()
-        return _join(outputs, self._scheduler.take_endings(), self._scheduler.take_prompt_scores())
+        return self._sleeper.sleep(level, has_twins=self._company is not None)
 
     @on_device
     def wake(self) -> None:
@@ -528,42 +368,7 @@ class Engine:
         Blocks: for the copy of the weights and, on a CUDA device, new captures. Raises: Asleep where memory is still taken, and
         the engine sleeps on; EngineFailure.
         """
-        if self._asleep is None:
-            return
-        no_memory = Asleep(
-            "the device has no memory to wake the engine",
-            field="level",
-            value=self._asleep,
-            limit=f"it takes {self._store.num_bytes + (self._table.num_bytes if self._moved_out is not None else 0):,} bytes",
-            remedy="free the memory that was lent out, then wake again",
-        )
-        with self._ranks.together(), device_errors("while the engine woke", out_of_memory=no_memory), torch.inference_mode():
-            woken = self._ranks.tell(ops.WakeUp())
-            try:
-                if self._moved_out is not None:
-                    self._table.move_in(self._moved_out)
-                    self._moved_out, self._asleep = None, "kv"
-                self._store.restore()
-                self._ranks.expect(woken)
-            except BaseException:
-                self._store.release()
-                self._ranks.expect(self._ranks.tell(ops.ReleaseKV()))
-                if self._asleep == "weights":
-                    self._ranks.expect(self._ranks.tell(ops.MoveOutWeights()))
-                raise
-            self._asleep = None
-            self._ranks.tell(ops.WarmUp())
-            self._path.warm_up(self._buckets, Variant(noise=True, sums=True))
-
-    def _check_awake(self, what: str) -> None:
-        if self._asleep is not None:
-            raise Asleep(
-                f"{what} is refused",
-                field="level",
-                value=self._asleep,
-                limit="the engine sleeps: its KV" + (" and weights are" if self._asleep == "weights" else " is") + " not there",
-                remedy="wake it first",
-            )
+        self._sleeper.wake()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors by Hugging Face name, as views: to be read between steps, never written.
@@ -575,8 +380,8 @@ class Engine:
     @on_device
     def whole_tensor(self, name: str) -> torch.Tensor:
         """Return a live tensor by its Hugging Face name, whole, to be read at once and never written. Raises: Asleep, EngineFailure."""
-        if self._moved_out is not None:
-            self._check_awake("whole_tensor")
+        if not self._sleeper.has_weights:
+            self._sleeper.check_awake("whole_tensor")
         with self._ranks.together():
             self._ranks.tell(ops.GatherTensor(name=name))
             return whole_tensor(self._table, name, self._group)
@@ -630,9 +435,9 @@ class Engine:
             "step_s": self._step_s,
             "launch_s": self._executor.launch_s,
             "version": self.version,
-            "updates": self._updates,
+            "updates": self._updates.published,
             "result_transport": self.info.result_transport,
-            "asleep": self._asleep or "",
+            "asleep": self._sleeper.level or "",
             "tp": self._ranks.size,
             "ranks_waited_s": self._ranks.waited_s,
         }
@@ -641,9 +446,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Check every owner of state, and the tables against the plan where nothing is in flight. Raises: AssertionError."""
         self._scheduler.check_integrity()
-        if self._moved_out is None:
+        if self._sleeper.has_weights:
             self._table.check_integrity()
-        if self._asleep is not None:
+        if self._sleeper.level is not None:
             return
         assert not self._store.keys[:, 0].any() and not self._store.values[:, 0].any(), "the zero page was written"
         if self._ranks.size > 1:
@@ -661,7 +466,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop the open update and end the other ranks; the engine holds nothing else beyond its memory. Blocks: at most some seconds."""
-        self._update = None
+        self._updates.drop()
         self._ranks.close(self._leave)
 
     def _leave(self) -> None:
@@ -671,50 +476,3 @@ class Engine:
 
     def _read(self, *, drain: bool) -> list[StepOutput]:
         return [self._scheduler.consume(result) for result in self._ring.ready(drain=drain)]
-
-    def _open_update(self) -> WeightUpdate:
-        if self._update is None:
-            raise NoUpdate("no update is open", limit="begin_update opens one", remedy="call begin_update first")
-        return self._update
-
-    def _judge(self, gaps: CanaryGaps) -> None:
-        if gaps.largest is None or gaps.mean is None or gaps.decode is None:
-            return
-        limit, mean_limit = self._resolved.canary_tolerance, self._resolved.canary_mean_tolerance
-        if gaps.largest <= limit and gaps.mean <= mean_limit and gaps.decode <= limit:
-            return
-        raise CanaryMismatch(
-            f"canaries differ from the trainer's log-probabilities: max {gaps.largest:.3g} at {gaps.worst}, "
-            f"mean {gaps.mean:.3g}, through decode {gaps.decode:.3g} nats",
-            field="canaries",
-            value=gaps.largest,
-            limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
-            remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
-        )
-
-
-def _no_room(what: str, name: str) -> WeightUpdateError:
-    return WeightUpdateError(
-        f"the device has no memory to {what} {name}", field="device", limit="the old weights serve on", remedy=f"abort, and {LESS_MEMORY}"
-    )
-
-
-def _join(outputs: list[StepOutput], endings: tuple[Finished, ...], scores: tuple[PromptScore, ...]) -> StepOutput:
-    if not outputs:
-        return replace(StepOutput.empty(endings), prompt_scores=scores)
-    if len(outputs) == 1:
-        if not endings and not scores:
-            return outputs[0]
-        return replace(outputs[0], finished=endings, prompt_scores=scores)
-    names = ("request_ids", "token_ids", "logprobs", "raw_logprobs", "behaviour_logprobs", "versions")
-    joined = {name: np.concatenate([getattr(output, name) for output in outputs]) for name in names}
-    counts, ids = _join_kept(outputs)
-    return StepOutput(**joined, kept_counts=counts, kept_ids=ids, finished=endings, prompt_scores=scores)
-
-
-def _join_kept(outputs: list[StepOutput]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if all(output.kept_counts is None for output in outputs):
-        return None, None
-    nothing = np.zeros(0, dtype=np.int32)
-    counts = [np.zeros(output.token_ids.size, np.int32) if output.kept_counts is None else output.kept_counts for output in outputs]
-    return np.concatenate(counts), np.concatenate([nothing if output.kept_ids is None else output.kept_ids for output in outputs])

@@ -92,7 +92,7 @@ def run_prompts(engine: Engine) -> None:
 
 def measure_footprint(engine: Engine, model: str) -> dict[str, Any]:
     """Capture steps of every bucket and prompts of every size; return bytes by kind. `engine` was made with graphs off."""
-    path, proof, prompts = engine._path, engine._proof._path, engine._forward._prompts
+    path, proof, prompts = engine._path, engine._updates._proof._path, engine._forward._prompts
     assert isinstance(path, GraphPath) and isinstance(proof, GraphPath) and prompts is not None
     runner, fused = path.steps, path.steps._fused
     weights, pages = tensor_bytes(engine._table), tensor_bytes(engine._store)
@@ -115,7 +115,7 @@ def measure_footprint(engine: Engine, model: str) -> dict[str, Any]:
     captured = runner.num_graphs, len(prompts._graphs)
     assert captured == (len(buckets), len(SIZES)), f"{captured} graphs of {len(buckets)} buckets and {len(SIZES)} sizes: memory ran short"
     tables = tensor_bytes(path.tables, proof.tables)
-    rings = tensor_bytes(engine._ring, engine._proof._ring, path._deltas, proof._deltas)
+    rings = tensor_bytes(engine._ring, engine._updates._proof._ring, path._deltas, proof._deltas)
     scratch = tensor_bytes(fused._workspace, fused._split, fused._work, fused._scratch, prompts._buffer)
     steps = tensor_bytes(*((one._lanes, one._x, one._logits, one._workspace) for one in (runner, proof.steps)))
     total = torch.cuda.mem_get_info()[1]

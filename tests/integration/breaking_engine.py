@@ -72,9 +72,10 @@ def load_breaking_engine(*, trigger: str, **options: Any) -> Engine:
     """Return the engine of these options; `trigger` is the file's path."""
     engine = Engine(EngineConfig(**options))
     breaks = Trigger(Path(trigger))
-    engine._executor = BreakingExecutor(engine, breaks)
-    open_update = engine._open_update
-    engine._open_update = lambda: Breaking(open_update(), "stage_slice", breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
+    engine._executor = engine._updates._executor = BreakingExecutor(engine, breaks)
     engine._forward = Breaking(engine._forward, "score", breaks, "score")  # type: ignore[assignment]
-    engine._proof = Breaking(engine._proof, "measure", breaks, "proof")  # type: ignore[assignment]
+    updates = engine._updates
+    open_update = updates._open_update
+    updates._open_update = lambda: Breaking(open_update(), "stage_slice", breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
+    updates._proof = Breaking(updates._proof, "measure", breaks, "proof")  # type: ignore[assignment]
     return engine

@@ -46,10 +46,10 @@ def engine(folder: Path) -> Engine:
     return make_engine(folder)
 
 
-def break_part(engine: Engine, name: str, error: Exception) -> Any:
-    """Put a part that raises in the place of the engine's; returns the former."""
-    former = getattr(engine, name)
-    setattr(engine, name, Raises(error))
+def break_part(owner: object, name: str, error: Exception) -> Any:
+    """Put a part that raises in the place of its owner's; returns the former."""
+    former = getattr(owner, name)
+    setattr(owner, name, Raises(error))
     return former
 
 
@@ -107,13 +107,13 @@ def test_a_proof_that_fails_on_the_device_restores_the_old_weights_or_gives_up(
 ) -> None:
     before = generate(engine, [3, 4, 5], max_new_tokens=6, temperature=0.0).ids
     old = staged(engine, 1.5)
-    proof = break_part(engine, "_proof", error)
+    proof = break_part(engine._updates, "_proof", error)
     canary = Canary(ids=np.array([3, 4, 5]), expected_logprobs=np.zeros(2, np.float32))
     with pytest.raises(expected) as failure:
         engine.commit_update(canaries=[canary])
     assert type(failure.value) is expected and failure.value.remedy
     assert engine.version == 0 and all(torch.equal(engine._table.views[name], tensor) for name, tensor in old.items())
-    engine._proof = proof
+    engine._updates._proof = proof
     assert generate(engine, [3, 4, 5], max_new_tokens=6, temperature=0.0, request_id=2).ids == before
 
 
@@ -128,11 +128,11 @@ def test_a_swap_that_fails_half_way_is_always_a_failure(engine: Engine, error: R
 @pytest.mark.parametrize(("error", "expected"), [(FULL, WeightUpdateError), (BROKEN, EngineFailure)])
 def test_a_tensor_that_cannot_be_staged_is_refused_by_name(engine: Engine, error: RuntimeError, expected: type[Exception]) -> None:
     engine.begin_update(None, version=1)
-    update = break_part(engine, "_update", error)
+    update = break_part(engine._updates, "_update", error)
     with pytest.raises(expected, match=r"model\.norm\.weight") as failure:
         engine.stage("model.norm.weight", torch.zeros(1))
     assert type(failure.value) is expected and failure.value.remedy
-    engine._update = update
+    engine._updates._update = update
     engine.abort_update()
 
 
