@@ -25,7 +25,7 @@ from areno.ranks.identity import check_checkpoint, check_code, code_identity
 from areno.ranks.log import LogReader
 from areno.ranks.operations import CheckState, Stop
 from areno.ranks.plan import RankPlan
-from areno.ranks.segment import LogSegment, Own, Phase
+from areno.ranks.segment import Head, LogSegment, Own, Phase
 from areno.ranks.watch import EXIT_FAILED, EXIT_ORPHANED, EXIT_REFUSED, STACKS_SIGNAL, LeaderWatch
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class Follower:
         """End this process, from the watch's thread; a rank 0 that hangs and does nothing else is ended with it."""
         error = EngineFailure(f"rank {self._plan.rank} ends: {why}", field="tp", remedy="start the engine again")
         print(f"areno: {error}", file=sys.stderr, flush=True)
+        own = self._segment.own
+        if own(self._plan.rank, Own.READ) and own(self._plan.rank, Own.DONE) < self._segment.head(Head.ENTRIES):
+            # Rank 0 may have been ended because both hang in this entry.
+            faulthandler.dump_traceback(all_threads=True)
         if not ended and self._plan.dedicated and os.getppid() == self._plan.leader_pid:
             os.kill(self._plan.leader_pid, signal.SIGKILL)
         shutil.rmtree(self._plan.folder, ignore_errors=True)

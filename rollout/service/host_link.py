@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,11 @@ class HostLink:
     def exited(self) -> int | None:
         """Return the exit status of a host that ended, None while it runs or none was started."""
         return self._process.poll() if self._process is not None else None
+
+    def show_stacks(self) -> None:
+        """Let a host that is ready write the stacks of its threads to standard error; one that is not yet so far would end by it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End a host that cannot be trusted any more; its exit is noticed as any other."""

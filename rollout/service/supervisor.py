@@ -29,6 +29,7 @@ from rollout.wire.session_messages import EngineFacts
 log = logging.getLogger("rollout.front")
 MAX_MESSAGES_PER_TURN = 1024
 RESTART_WINDOW_S = 60.0
+STACKS_S = 0.2
 
 # What a host whom nobody here killed may have met, by the signal that ended it.
 SIGNALS: dict[int, str] = {
@@ -71,6 +72,7 @@ class Supervisor:
         self._initial_version, self._max_restarts, self._probe = initial_version, max_restarts, probe
         self._starts: list[float] = []
         self._cause: RolloutError | None = None
+        self._kill_at: float | None = None
         self.facts: EngineFacts | None = None
         self.failure: RolloutError | None = None
         self.was_ready = self.loading = False
@@ -79,7 +81,7 @@ class Supervisor:
         """Start a host."""
         self._metrics.host_starts += 1
         self._starts.append(time.monotonic())
-        self._cause = None
+        self._cause = self._kill_at = None
         self.loading = False
         self._probe.forget()
         self._link.start(self._initial_version, self._control.lost)
@@ -101,16 +103,28 @@ class Supervisor:
             self._exited(status)
 
     def advance(self, now: float) -> float | None:
-        """Kill a host that gives no sign of life though one is due; return when to look again."""
+        """Kill a host that gives no sign of life though one is due; return when to look again.
+
+        One that was ready is asked for its stacks first, and has a moment to write them.
+        """
         if self.failure is not None:
             return None
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._kill_at = None
+                self._link.kill()
+            return self._kill_at
         expected = self._requests.engine_owes or bool(len(self._calls))
         cause, again = self._probe.judge(now, loading=not self._admission.ready, expected=expected)
         if cause is not None:
             log.error("%s", cause)
             self._cause = cause
             self._probe.forget()
-            self._link.kill()
+            if self._admission.ready:
+                self._link.show_stacks()
+                self._kill_at = again = now + STACKS_S
+            else:
+                self._link.kill()
         return again
 
     def _bad_message(self, bad: BadMessage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -44,6 +45,12 @@ class HangingEngine(FakeEngine):
         return super().commit_update(**options)
 
 
+def line_of_hang(phase: str) -> int:
+    """Return the line in which `HangingEngine` sleeps for ever."""
+    lines, first = inspect.getsourcelines(getattr(HangingEngine, phase))
+    return first + next(number for number, line in enumerate(lines) if "time.sleep" in line)
+
+
 def test_a_host_that_hangs_in_any_phase_is_replaced_in_time_and_says_so(tmp_path: Path) -> None:
     service = fake_service(tmp_path, host_timeout_s=0.6, max_restarts=10, timeout_s=20.0)
     service._options["engine"] = "tests.integration.test_service_lifecycle:HangingEngine"
@@ -76,6 +83,9 @@ def test_a_host_that_hangs_in_any_phase_is_replaced_in_time_and_says_so(tmp_path
             stats = client.stats()
             assert (stats["host_starts"], stats["live"], stats["accounting_errors"]) == (number + 2, 0, 0)
             assert stats["failed"] == stats["failed_host_failed"]
+        said = (service.folder / "service.log").read_text()
+    for phase in ("step", "score", "commit_update"):
+        assert f'test_service_lifecycle.py", line {line_of_hang(phase)} in {phase}' in said, "the stacks name the place"
 
 
 def test_a_host_that_never_gets_ready_is_given_up_by_name(tmp_path: Path) -> None:
