@@ -55,7 +55,7 @@ help:
 	echo "make fuzz        hostile messages on every socket of a service; FUZZ_MUTATIONS=$(FUZZ_MUTATIONS), FUZZ_SEED=0 for others"
 	echo "make lint        the checks without the tests"
 	echo "make format      let ruff rewrite what it can"
-	echo "make chaos       kills clients, engine host and trainer under load for CHAOS_S=$(CHAOS_S) seconds, then proves that nothing was lost"
+	echo "make chaos       kills clients, front, engine host and trainer under load for CHAOS_S=$(CHAOS_S) seconds, then proves that nothing was lost"
 	echo "make bench       a benchmark, one JSON line; BENCH=$(BENCH)"
 	echo "make clean       remove $(VENV) and caches"
 

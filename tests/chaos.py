@@ -1,11 +1,12 @@
-"""A service under load whose clients, engine host and trainer are killed and stopped at random, and the proof that nothing is lost.
+"""A service under load whose clients, engine host, front and trainer are killed and stopped at random, and the proof that nothing is lost.
 
     driver (this process) --starts--> service: front + scripted engine host
        |                  --starts--> loads: client processes that check every token against what a reference run gives
        |                  --starts--> trainer: pushes versions by file, in every commit mode
        +--kills (SIGKILL) and stops (SIGSTOP, SIGCONT) one of them every second or so
 
-Each load checks that each of its requests has one outcome, that offsets have no gap and no overlap, that ids, log-probabilities
+A killed front is started anew at its address once its host and sockets are gone; what it had accepted is answered as
+`server_restarted`. Each load checks that each of its requests has one outcome, that offsets have no gap and no overlap, that ids, log-probabilities
 and versions are the reference's. When the killing is over the driver checks the service: no live request, counters that
 reconcile, no page or row held, no session of a dead client, memory back at its level.
 
@@ -50,8 +51,12 @@ ROWS, PAGES = 16, 600
 LOADS = ("async", "async", "wire")
 MEMORY_MB = 40.0
 SETTLE_S = 20.0
+ORPHAN_S = 8.0
 # A new host takes seconds on a busy machine: seldom enough that there is something to lose.
-HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", *["kill trainer"] * 2)
+HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", "kill front", *["kill trainer"] * 2)
+# A front's numbers die with it: the proof is made of the last one's, which gets the rest of the time.
+FRONTS_UNTIL, SETTLED_AT = 0.45, 0.5
+GONE = ("no_session", "server_restarted")
 MODES = ("inflight", "inflight", "abort_requests", "drain")
 
 
@@ -99,7 +104,7 @@ class AsyncLoad:
                 outcome = "refused"
                 await asyncio.sleep(busy.retry_after_s)
             except Unavailable as error:
-                outcome = "refused"
+                outcome = "restarted" if error.code == "server_restarted" else "refused"
                 assert error.code in ("needs_weights", "host_failed", "server_restarted"), error
                 await asyncio.sleep(0.05)
             self.outcomes[outcome] += 1
@@ -185,8 +190,8 @@ def wire_load(address: str, seed: int, seconds: float) -> dict[str, int]:
             elif packet.op is Op.ERROR and packet.request_id in wanted:
                 assert packet.request_id not in reader.endings and packet.request_id not in refused, "a second answer"
                 refused.add(packet.request_id)
-            elif packet.op is Op.ERROR and packet.body.code == "no_session":  # type: ignore[attr-defined]
-                # Stopped for longer than the lease: the session is gone, and with it what was under way.
+            elif packet.op is Op.ERROR and packet.body.code in GONE:  # type: ignore[attr-defined]
+                # Stopped for longer than the lease, or the front was killed: the session is gone, and with it what was under way.
                 wire.vanish()
                 wire, reader, wanted = WireClient(address), StreamReader(), {}
                 outcomes["lapsed"] += 1
@@ -268,42 +273,65 @@ class Chaos:
         self._seconds, self._draw = seconds, random.Random(seed)
         self._done: Counter[str] = Counter()
         self._ends_at = 0.0
+        # What fronts that are gone had counted.
+        self._before: Counter[str] = Counter()
 
     def run(self) -> dict[str, Any]:
         """Run, prove, and return what happened. Raises: AssertionError."""
-        engine_options = {"step_ms": 1.0, "max_rows": ROWS, "num_pages": PAGES, "max_model_len": 8192}
         with tempfile.TemporaryDirectory() as folder:
-            service = scripted_service(
-                folder,
-                engine_options=engine_options,
-                timeout_s=20.0,
-                lease_s=LEASE_S,
-                host_timeout_s=HOST_TIMEOUT_S,
-                max_restarts=10**6,
-                # Every other run has hosts that bring the newest weights back by themselves; else the trainer has to.
-                keep_last=str(Path(folder) / "last.safetensors") if self._draw.random() < 0.5 else None,
-                max_requests=64,
-                stall_s=5.0,
-            )
-            with service as client:
-                assert service.pid is not None
-                return self._break(client, psutil.Process(service.pid))
+            # Every other run has hosts that bring the newest weights back by themselves; else the trainer has to.
+            keeps = self._draw.random() < 0.5
+            self._service = self._made(folder, str(Path(folder) / "last.safetensors") if keeps else None)
+            try:
+                self._service.start()
+                return self._break()
+            finally:
+                self._service.stop()
 
-    def _start(self, kind: str, address: str) -> Worker:
+    @staticmethod
+    def _made(folder: str, keep_last: str | None) -> rollout.LocalService:
+        return scripted_service(
+            folder,
+            engine_options={"step_ms": 1.0, "max_rows": ROWS, "num_pages": PAGES, "max_model_len": 8192},
+            timeout_s=20.0,
+            state_dir=str(Path(folder) / "state"),
+            lease_s=LEASE_S,
+            host_timeout_s=HOST_TIMEOUT_S,
+            max_restarts=10**6,
+            keep_last=keep_last,
+            max_requests=64,
+            stall_s=5.0,
+        )
+
+    @property
+    def _client(self) -> rollout.Client:
+        assert self._service.client is not None
+        return self._service.client
+
+    @property
+    def _front(self) -> psutil.Process:
+        assert self._service.pid is not None
+        return psutil.Process(self._service.pid)
+
+    def _start(self, kind: str) -> Worker:
         left = self._ends_at - time.monotonic()
-        return Worker(kind, address, self._draw.randrange(2**31), left)
+        return Worker(kind, self._client.address, self._draw.randrange(2**31), left)
 
-    def _break(self, client: rollout.Client, front: psutil.Process) -> dict[str, Any]:
-        push(client, self._draw, "inflight")
+    def _elapsed(self) -> float:
+        """Return the part of the time that is over."""
+        return 1.0 - (self._ends_at - time.monotonic()) / self._seconds
+
+    def _break(self) -> dict[str, Any]:
+        push(self._client, self._draw, "inflight")
         self._ends_at = time.monotonic() + self._seconds
-        workers = [self._start(kind, client.address) for kind in (*LOADS, "trainer")]
+        workers = [self._start(kind) for kind in (*LOADS, "trainer")]
         settled_mb = 0.0
         try:
             while time.monotonic() < self._ends_at - 3.0:
                 time.sleep(self._draw.uniform(0.5, 1.5))
-                self._harm(client, front, workers)
-                if not settled_mb and time.monotonic() > self._ends_at - 0.7 * self._seconds:
-                    settled_mb = front.memory_info().rss / 2**20
+                self._harm(workers)
+                if not settled_mb and self._elapsed() > SETTLED_AT:
+                    settled_mb = self._front.memory_info().rss / 2**20
             counted: Counter[str] = Counter()
             for worker in workers:
                 counted.update({f"{worker.kind}_{name}": count for name, count in worker.finish(60.0).items()})
@@ -312,25 +340,30 @@ class Chaos:
                 if worker.process.poll() is None:
                     worker.process.send_signal(signal.SIGCONT)
                     worker.kill()
-        stats = self._settled(client)
-        grown_mb = front.memory_info().rss / 2**20 - settled_mb
+        stats = self._settled(self._client)
+        grown_mb = self._front.memory_info().rss / 2**20 - settled_mb
         self._prove(stats, counted, grown_mb)
         return {
             **self._done,
             **counted,
-            "accepted": stats["accepted"],
-            "length": stats["length"],
+            **{name: self._before[name] + stats[name] for name in ("accepted", "length", "host_starts")},
             "version": stats["version"],
-            "host_starts": stats["host_starts"],
             "grown_mb": round(grown_mb, 1),
         }
 
-    def _harm(self, client: rollout.Client, front: psutil.Process, workers: list[Worker]) -> None:
+    def _harm(self, workers: list[Worker]) -> None:
         """Do one bad thing."""
-        what = self._draw.choice(HARM)
+        what, elapsed = self._draw.choice(HARM), self._elapsed()
+        if elapsed > FRONTS_UNTIL and what == "kill front":
+            what = "kill host"
+        elif FRONTS_UNTIL / 2 < elapsed < FRONTS_UNTIL and not self._done["kill front"]:
+            what = "kill front"
         self._done[what] += 1
+        if what == "kill front":
+            self._replace_front()
+            return
         if what.endswith("host"):
-            for host in front.children():
+            for host in self._front.children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if what == "kill host":
                         host.kill()
@@ -347,7 +380,24 @@ class Chaos:
             process.send_signal(signal.SIGCONT)
         else:
             workers[index].kill()
-            workers[index] = self._start(workers[index].kind, client.address)
+            workers[index] = self._start(workers[index].kind)
+
+    def _replace_front(self) -> None:
+        """Kill the front; its host ends by itself and nothing of either stays; then start another at the same address."""
+        stats = self._client.stats()
+        assert stats["accounting_errors"] == 0 and stats["received"] == stats["refused"] + stats["attached"] + stats["accepted"], stats
+        self._before.update({name: stats[name] for name in ("accepted", "length", "host_starts")})
+        front, address = self._front, self._client.address
+        hosts = front.children()
+        front.kill()
+        _, alive = psutil.wait_procs(hosts, timeout=ORPHAN_S)
+        assert not alive, f"engine hosts outlive their front: {alive}"
+        run = Path(address.removeprefix("ipc://")).parent
+        left = [path.name for path in run.iterdir() if path.is_socket() or ".h" in path.name]
+        assert not left, f"files of a killed front stay: {left}"
+        self._service.stop()
+        self._service.start()
+        assert self._client.address == address, "clients find the new front where the old one was"
 
     @staticmethod
     def _settled(client: rollout.Client) -> dict[str, Any]:
