@@ -6,7 +6,9 @@
        +--kills (SIGKILL) and stops (SIGSTOP, SIGCONT) one of them every second or so
 
 A killed front is started anew at its address once its host and sockets are gone; what it had accepted is answered as
-`server_restarted`. Each load checks that each of its requests has one outcome, that offsets have no gap and no overlap, that ids, log-probabilities
+`server_restarted`.
+
+Each load checks that each of its requests has one outcome, that offsets have no gap and no overlap, that ids, log-probabilities
 and versions are the reference's. When the killing is over the driver checks the service: no live request, counters that
 reconcile, no page or row held, no session of a dead client, memory back at its level.
 

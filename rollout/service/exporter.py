@@ -4,15 +4,21 @@
                                    ^--------- numbers ------+--------------------+
 
 The HTTP thread never reads the front's state: it asks and waits, the loop answers between two turns, so that the numbers of one
-scrape belong together. Nothing runs between scrapes.
+scrape belong together. Nothing runs between scrapes. Every user of the machine can reach the port, so connections are few and short: they
+must not take the front's threads and files.
 """
 
 from __future__ import annotations
 
+import importlib
 import queue
+import socketserver
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
 
 from rollout.errors import AddressInUse
 from rollout.service.calls import Calls
@@ -25,6 +31,9 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 ANSWER_S = 5.0
+# A connection that says nothing for so long is closed, and one that comes while so many are open.
+SILENCE_S = 5.0
+MAX_CONNECTIONS = 16
 ENDINGS = ("stop", "length", "cancelled", "expired", "failed")
 HEALTHS = ("starting", "loading", "ready", "updating", "needs_weights", "degraded", "failed", "stopping")
 COUNTERS = {
@@ -82,12 +91,66 @@ def _unit(name: str) -> str:
     return f"{name[:-2]}_seconds" if name.endswith("_s") else name
 
 
+class MetricsServer(ThreadingHTTPServer):
+    """HTTP on loopback for one page; see the module. Raises: OSError."""
+
+    daemon_threads, block_on_close = True, False
+    allow_reuse_port = False
+
+    def __init__(self, port: int, page: Callable[[], bytes]) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = SILENCE_S
+
+            def do_GET(self) -> None:
+                """Send the page."""
+                if self.path.partition("?")[0] not in ("/", "/metrics"):
+                    self.send_error(HTTPStatus.NOT_FOUND)
+                    return
+                content = page()
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing that a peer sent."""
+
+        super().__init__((HOST, port), Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking anybody for this machine's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection its thread, or close it."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore what breaks with its connection."""
+
+
 class Exporter:
     """Serves the metrics; see the module. `wake` gets the loop to call `answer`. Raises: AddressInUse."""
 
     def __init__(self, port: int, numbers: Callable[[], Numbers], calls: Calls, *, wake: Callable[[], None]) -> None:
-        # Only a service that exports loads the library.
-        from prometheus_client import CollectorRegistry, start_http_server
+        # Only a service that exports loads the library, and all of it now: no request makes this process look for code.
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        importlib.import_module("prometheus_client.core")
 
         self._numbers, self._calls, self._wake = numbers, calls, wake
         self._asked: deque[queue.SimpleQueue[tuple[Numbers, Numbers | None]]] = deque()
@@ -95,7 +158,7 @@ class Exporter:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, addr=HOST, registry=registry)
+            self._server = MetricsServer(port, lambda: bytes(generate_latest(registry)))
         except OSError as error:
             raise AddressInUse(
                 f"metrics_port={port} of {HOST} cannot be bound: {error.strerror}",
@@ -103,6 +166,8 @@ class Exporter:
                 value=port,
                 remedy="choose another metrics_port, or 0 for a free one",
             ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.address = f"http://{HOST}:{self._server.server_port}/metrics"
 
     def describe(self) -> list[Metric]:

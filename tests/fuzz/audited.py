@@ -25,6 +25,7 @@ class AuditedService:
     address: str
     pid: int
     folder: Path
+    metrics: str | None = None
 
     @property
     def findings(self) -> str:
@@ -53,7 +54,7 @@ def audited_service(folder: Path, **options: Any) -> Iterator[AuditedService]:
             assert process.stdout is not None
             ready = json.loads(process.stdout.readline())
             assert ready["event"] == "ready", ready
-            yield AuditedService(ready["address"], process.pid, folder)
+            yield AuditedService(ready["address"], process.pid, folder, ready.get("metrics"))
         finally:
             process.terminate()
             process.communicate(timeout=15)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ GROWTH_BYTES = 150 * 2**20
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedService]:
-    options = {"lease_s": 3.0, "engine_options": {"step_s": 0.002}}
+    options = {"lease_s": 3.0, "metrics_port": 0, "engine_options": {"step_s": 0.002}}
     folder = tmp_path_factory.mktemp("m")
     for name, content in files().items():
         (folder / name).write_bytes(content)
@@ -161,6 +162,59 @@ def greetings(paths: Sequence[Path], count: int) -> None:
             raw.connect(str(paths[number % len(paths)]))
             raw.sendall(bytes(data[: draw.randrange(len(data) + 1)] if draw.random() < 0.3 else data))
             raw.recv(4096)
+
+
+def web_requests(count: int) -> Iterator[bytes]:
+    """Yield what no scraper sends: mutated requests, long lines, many headers, bodies, other versions and encodings."""
+    draw = random.Random(SEED)
+    whole = b"GET /metrics?name[]=x HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text; version=1.0.0; escaping=values\r\n"
+    whole += b"Accept-Encoding: gzip\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\nhello"
+    odd = [
+        b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 300 + b"\r\n",
+        b"GET / HTTP/1.1\r\nAccept: application/openmetrics-text; version=" + b"9" * 5000 + b"\r\n\r\n",
+        b"GET //metrics/../../etc/passwd HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01" + bytes(200),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\n\r\n",
+    ]
+    yield from odd
+    for _ in range(count):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 6)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        yield bytes(data[: draw.randrange(len(data))] if draw.random() < 0.2 else data)
+
+
+def test_whatever_comes_to_the_metrics_port_costs_no_files_and_nobody_else_notices(service: AuditedService) -> None:
+    assert service.metrics is not None
+    place = ("127.0.0.1", int(service.metrics.split(":")[2].split("/")[0]))
+    front = psutil.Process(service.pid)
+    with rollout.connect(service.address) as client, contextlib.ExitStack() as stack:
+        neighbour = Neighbour(client, seed=13)
+        neighbour.grown()
+        files, threads = front.num_fds(), front.num_threads()
+        for data in web_requests(min(400, MUTATIONS // 200)):
+            with socket.create_connection(place, 5.0) as raw, contextlib.suppress(OSError):
+                raw.sendall(data)
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(65_536):
+                    pass
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(place, 5.0)).sendall(b"GET /met")
+        assert neighbour.grown(), "it runs on"
+        assert front.num_fds() - files < 40 and front.num_threads() - threads < 40, "who holds connections open gets few"
+        stack.close()
+        deadline = time.monotonic() + 10.0
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(service.metrics, timeout=5) as answer:
+                assert b"rollout_tokens_total" in answer.read()
+                break
+            assert time.monotonic() < deadline, "and then a scrape works as ever"
+        assert neighbour.ids == fake_ids(13, len(neighbour.ids)).tolist()
+        neighbour.end()
+    assert service.findings == ""
+    assert "etc/passwd" not in service.log and "Traceback" not in service.log
 
 
 @pytest.mark.timeout(max(120, MUTATIONS // 100))
