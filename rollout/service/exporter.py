@@ -95,7 +95,7 @@ class MetricsServer(ThreadingHTTPServer):
     """HTTP on loopback for one page; see the module. Raises: OSError."""
 
     daemon_threads, block_on_close = True, False
-    allow_reuse_port = False
+    allow_reuse_port, request_queue_size = False, 128
 
     def __init__(self, port: int, page: Callable[[], bytes]) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
