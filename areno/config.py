@@ -7,11 +7,13 @@ Both are frozen. Options are checked when made; what depends on the model or on 
 from __future__ import annotations
 
 import math
+import os
+import re
 import secrets
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from areno.errors import InvalidConfig
+from areno.errors import InvalidConfig, shown
 
 DTYPES = ("float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -26,11 +28,20 @@ SINK_PAGE = 1
 RESERVED_PAGES = 2
 CANARY_TOKENS = 64
 GROW_TOKENS = 64
+_DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,4})?")
 
 
 def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
     if not ok:
-        raise InvalidConfig(f"{name}={value!r} is not allowed", field=name, value=value, limit=limit, remedy=remedy)
+        raise InvalidConfig(f"{name}={shown(value)} is not allowed", field=name, value=value, limit=limit, remedy=remedy)
+
+
+def _known(value: object, names: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value in names
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,13 @@ class EngineConfig:
     rank_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.model, str | os.PathLike) and bool(os.fspath(self.model)),
+            "model",
+            self.model,
+            "a path of a model folder",
+            "pass the folder that holds config.json and the weights",
+        )
         integers = {
             "max_rows": (1, 4096),
             "page_size": (1, 1024),
@@ -103,38 +121,42 @@ class EngineConfig:
             whole = isinstance(value, int) and not isinstance(value, bool)
             _require(whole and low <= value <= high, name, value, f"an integer from {low} to {high}", f"set {name} within it")
         _require(
-            self.dtype in (None, *DTYPES), "dtype", self.dtype, f"known: {', '.join(DTYPES)}", "leave dtype out for the device's default"
+            self.dtype is None or _known(self.dtype, DTYPES),
+            "dtype",
+            self.dtype,
+            f"known: {', '.join(DTYPES)}",
+            "leave dtype out for the device's default",
         )
         _require(
-            self.decode_tables in DECODE_PATHS,
+            _known(self.decode_tables, DECODE_PATHS),
             "decode_tables",
             self.decode_tables,
             f"known: {', '.join(DECODE_PATHS)}",
             "use decode_tables='resident'",
         )
         _require(
-            self.result_transport in RESULT_TRANSPORTS,
+            _known(self.result_transport, RESULT_TRANSPORTS),
             "result_transport",
             self.result_transport,
             f"known: {', '.join(RESULT_TRANSPORTS)}",
             "use result_transport='auto'",
         )
         _require(
-            self.weight_staging in STAGING_PLACES,
+            _known(self.weight_staging, STAGING_PLACES),
             "weight_staging",
             self.weight_staging,
             f"known: {', '.join(STAGING_PLACES)}",
             "use weight_staging='auto'",
         )
         _require(
-            self.load_format in LOAD_FORMATS,
+            _known(self.load_format, LOAD_FORMATS),
             "load_format",
             self.load_format,
             f"known: {', '.join(LOAD_FORMATS)}",
             "use load_format='auto' to load the folder's checkpoint",
         )
         _require(
-            self.device in ("auto", "cpu", "cuda") or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),
+            isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None,
             "device",
             self.device,
             "known: auto, cpu, cuda, cuda:N",
@@ -153,7 +175,7 @@ class EngineConfig:
             _require(isinstance(value, bool), name, value, "True or False", f"set {name} to one of them")
         share = self.gpu_memory_fraction
         _require(
-            isinstance(share, int | float) and 0.0 < share <= 1.0,
+            _is_number(share) and 0.0 < share <= 1.0,
             "gpu_memory_fraction",
             share,
             "a number above 0, at most 1",
@@ -161,7 +183,7 @@ class EngineConfig:
         )
         patience = self.rank_timeout_s
         _require(
-            isinstance(patience, int | float) and not isinstance(patience, bool) and 1.0 <= patience <= 3600.0,
+            _is_number(patience) and 1.0 <= patience <= 3600.0,
             "rank_timeout_s",
             patience,
             "seconds from 1 to 3600",
@@ -169,7 +191,7 @@ class EngineConfig:
         )
         share = self.hint_share
         _require(
-            isinstance(share, int | float) and not isinstance(share, bool) and 0.0 <= share <= 1.0,
+            _is_number(share) and 0.0 <= share <= 1.0,
             "hint_share",
             share,
             "a number from 0 to 1",
@@ -178,7 +200,7 @@ class EngineConfig:
         for name in ("canary_tolerance", "canary_mean_tolerance"):
             value = getattr(self, name)
             _require(
-                value is None or (math.isfinite(value) and value > 0),
+                value is None or (_is_number(value) and 0 < value < math.inf),
                 name,
                 value,
                 "a positive number of nats",

@@ -26,6 +26,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def shown(value: object, limit: int = 200) -> str:
+    """Return a value as an error's text shows it: its repr, cut to `limit` characters; never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has no text, and a stranger's repr may fail
+        text = f"<{type(value).__name__} without a text>"
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
 class ArenoError(Exception):
     """Base of all engine errors; ``str(error)`` is "<what>; <limit or cause>; <remedy>"."""
 

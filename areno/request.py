@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from areno.errors import InvalidRequest, RequestTooLong
+from areno.errors import InvalidRequest, RequestTooLong, shown
 from areno.sampling.kept import MAX_KEPT
 
 MAX_STOP_IDS = 16
@@ -26,6 +27,7 @@ MAX_BIAS = 1e4
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 100.0
 _TEMPERATURES = f"0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _GREEDY = "use temperature=0 for greedy decoding"
 
 
@@ -51,13 +53,13 @@ class FinishReason:
 def _integer(name: str, value: object, low: int, high: int, remedy: str | None = None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise InvalidRequest(
-            f"{name}={value!r} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int"
+            f"{name}={shown(value)} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int"
         )
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidRequest(
-            f"{name}={value!r} is not an integer",
+            f"{name}={shown(value)} is not an integer",
             field=name,
             value=value,
             limit=f"allowed: {low} to {high}",
@@ -65,7 +67,7 @@ def _integer(name: str, value: object, low: int, high: int, remedy: str | None =
         ) from None
     if not low <= number <= high:
         raise InvalidRequest(
-            f"{name}={number} is out of range",
+            f"{name}={shown(number)} is out of range",
             field=name,
             value=number,
             limit=f"allowed: {low} to {high}",
@@ -91,7 +93,7 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
                 f"{name} holds {value.max()}", field=name, value=int(value.max()), limit="ids are below 2**31", remedy="pass token ids"
             )
     else:
-        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
             raise InvalidRequest(
                 f"{name} is a {type(value).__name__}",
                 field=name,
@@ -102,7 +104,7 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
         for position, item in enumerate(value):
             if type(item) is not int and (isinstance(item, (bool, np.bool_)) or not isinstance(item, np.integer)):
                 raise InvalidRequest(
-                    f"{name}[{position}]={item!r} is a {type(item).__name__}",
+                    f"{name}[{position}]={shown(item)} is a {type(item).__name__}",
                     field=name,
                     value=item,
                     limit="token ids are integers",
@@ -110,7 +112,7 @@ def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
                 )
             if not -(2**62) < int(item) < 2**62:
                 raise InvalidRequest(
-                    f"{name}[{position}]={item}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids"
+                    f"{name}[{position}]={shown(item)}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids"
                 )
         ids = np.array(value, dtype=np.int64)
     if not ids.size and not allow_empty:
@@ -128,11 +130,14 @@ def _number(name: str, value: object, low: float, high: float, allowed: str, rem
     """Return `value` as a finite float within [low, high]."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidRequest(
-            f"{name}={value!r} is not a number", field=name, value=value, limit=f"allowed: {allowed}", remedy="pass a float"
+            f"{name}={shown(value)} is not a number", field=name, value=value, limit=f"allowed: {allowed}", remedy="pass a float"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
     if not math.isfinite(number) or not low <= number <= high:
-        raise InvalidRequest(f"{name}={value!r} is out of range", field=name, value=number, limit=f"allowed: {allowed}", remedy=remedy)
+        raise InvalidRequest(f"{name}={shown(value)} is out of range", field=name, value=number, limit=f"allowed: {allowed}", remedy=remedy)
     return number
 
 
@@ -221,7 +226,7 @@ class SamplingParams:
         put("temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, _TEMPERATURES, _GREEDY))
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(
-                f"temperature={self.temperature!r} is too small",
+                f"temperature={shown(self.temperature)} is too small",
                 field="temperature",
                 value=self.temperature,
                 limit=f"allowed: {_TEMPERATURES}",
@@ -234,7 +239,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, (bool, np.bool_)):
                 raise InvalidRequest(
-                    f"{name}={value!r} is not a bool", field=name, value=value, limit="True or False", remedy="pass a bool"
+                    f"{name}={shown(value)} is not a bool", field=name, value=value, limit="True or False", remedy="pass a bool"
                 )
         if self.return_kept_ids and not 1 <= self.top_k <= MAX_KEPT:
             raise InvalidRequest(
@@ -318,11 +323,12 @@ class Request:
                 "sampling is not a SamplingParams",
                 field="sampling",
                 value=type(self.sampling).__name__,
+                limit="an areno.SamplingParams is needed",
                 remedy="pass areno.SamplingParams(...)",
             )
-        if self.kv_policy not in KV_POLICIES:
+        if not isinstance(self.kv_policy, str) or self.kv_policy not in KV_POLICIES:
             raise InvalidRequest(
-                f"kv_policy={self.kv_policy!r} is unknown",
+                f"kv_policy={shown(self.kv_policy)} is unknown",
                 field="kv_policy",
                 value=self.kv_policy,
                 limit=f"known: {', '.join(KV_POLICIES)}",
@@ -333,13 +339,13 @@ class Request:
         self._check_prior()
         for name in ("lineage", "cache_salt"):
             text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= 256):
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= 256 and _LONE_SURROGATE.search(text) is None):
                 raise InvalidRequest(
-                    f"{name}={text!r}",
+                    f"{name}={shown(text)}",
                     field=name,
                     value=text,
-                    limit="a string of 1 to 256 characters",
-                    remedy=f"shorten {name} or leave it out",
+                    limit="a string of 1 to 256 characters that UTF-8 can hold",
+                    remedy=f"change {name} or leave it out",
                 )
 
     def _check_prior(self) -> None:

@@ -10,16 +10,19 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import InvalidConfig
+from rollout.errors import InvalidConfig, shown
 from rollout.state import StateFolder, default_state_dir
 
+_TEXT = re.compile("[^\0\ud800-\udfff]+")
+MAX_SECONDS = 1e6
+MAX_THREADS = 4096
 LOG_FORMATS = ("text", "json")
 DEFAULT_ENGINE = "rollout.service.engine_host:load_engine"
 # Options that go to the engine under their own names when they are given.
@@ -58,7 +61,16 @@ def default_threads() -> int:
 
 
 def _refuse(name: str, value: object, limit: str) -> InvalidConfig:
-    return InvalidConfig(f"{name}={value!r} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change {name}")
+    return InvalidConfig(f"{name}={shown(value)} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change {name}")
+
+
+def _no_json(name: str, value: object) -> InvalidConfig | None:
+    """Return the refusal of a value that the engine host's process cannot be given."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return _refuse(name, value, "plain numbers, texts, lists and mappings")
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +142,14 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise _refuse("model", self.model, "a path of a model folder")
+        for name in ("address", "state_dir", "weights_dir", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and _TEXT.fullmatch(value)):
+                raise _refuse(name, value, "a text that UTF-8 can hold, or None for the default")
         for name in ("lease_s", "flush_interval_s", "host_timeout_s", "host_start_timeout_s", "stall_s", "drain_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise _refuse(name, value, "0.2 seconds or more" if name == "lease_s" else "zero or a positive, finite number of seconds")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:
+                raise _refuse(name, value, "0.2 seconds or more" if name == "lease_s" else f"0 to {MAX_SECONDS:g} seconds")
         for name in ("lease_s", "host_timeout_s", "host_start_timeout_s", "stall_s"):
             if getattr(self, name) < 0.2:
                 raise _refuse(name, getattr(self, name), "0.2 seconds or more")
@@ -150,21 +166,25 @@ class ServiceConfig:
             value = getattr(self, name)
             if value is None and name.startswith("max_client_"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise _refuse(name, value, f"an integer of {low} or more")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 2**62:
+                raise _refuse(name, value, f"an integer from {low} to 2**62")
         for name in ("insecure", "watch_parent"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "True or False")
-        if self.threads is not None and (isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1):
-            raise _refuse("threads", self.threads, "an integer of 1 or more")
+        if self.threads is not None and (
+            isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 1 <= self.threads <= MAX_THREADS
+        ):
+            raise _refuse("threads", self.threads, f"an integer from 1 to {MAX_THREADS}")
         if self.keep_last is not None and not Path(self.keep_last).absolute().parent.is_dir():
             raise _refuse("keep_last", self.keep_last, "a file in a folder that exists")
         if self.metrics_port is not None and not (type(self.metrics_port) is int and 0 <= self.metrics_port < 2**16):
             raise _refuse("metrics_port", self.metrics_port, "a port of 0 (a free one) to 65535")
-        if self.log_format not in LOG_FORMATS:
+        if not isinstance(self.log_format, str) or self.log_format not in LOG_FORMATS:
             raise _refuse("log_format", self.log_format, " or ".join(LOG_FORMATS))
-        if self.engine.count(":") != 1:
+        if not isinstance(self.engine, str) or self.engine.count(":") != 1:
             raise _refuse("engine", self.engine, "module:name")
+        if not isinstance(self.engine_options, Mapping):
+            raise _refuse("engine_options", self.engine_options, "a mapping of option names to values")
 
     @property
     def state(self) -> StateFolder:
@@ -194,7 +214,11 @@ class ServiceConfig:
 
     def to_json(self) -> str:
         """Return the form that `from_json` reads."""
-        return json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, indent=1)
+        given = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        try:
+            return json.dumps(given, indent=1)
+        except (TypeError, ValueError):
+            raise next(filter(None, map(_no_json, given, given.values()))) from None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ServiceConfig:
@@ -204,7 +228,7 @@ class ServiceConfig:
         if unknown:
             close = difflib.get_close_matches(unknown[0], known, 1)
             raise InvalidConfig(
-                f"unknown option {unknown[0]!r}",
+                f"unknown option {shown(unknown[0])}",
                 field=unknown[0],
                 value=unknown[0],
                 limit=f"known: {', '.join(known)}",

@@ -379,6 +379,15 @@ def error_class(code: str) -> type[RolloutError]:
     return _Codes.by_code.get(code, RolloutError)
 
 
+def shown(value: object, limit: int = MAX_VALUE_TEXT) -> str:
+    """Return a value as an error's text shows it: its repr, cut to `limit` characters; never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has no text, and a stranger's repr may fail
+        text = f"<{type(value).__name__} without a text>"
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
 def plain_text(text: str, limit: int = 2000) -> str:
     """Return `text` bounded and free of lone surrogates, so that it can always be sent."""
     return text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
@@ -392,7 +401,7 @@ def plain_value(value: object) -> bool | int | float | str | None:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
-    return plain_text(value if isinstance(value, str) else repr(value), MAX_VALUE_TEXT)
+    return plain_text(value if isinstance(value, str) else shown(value), MAX_VALUE_TEXT)
 
 
 def error_fields(error: BaseException) -> dict[str, object]:

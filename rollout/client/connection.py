@@ -22,7 +22,7 @@ from rollout.client.endpoint import KeySource, find_service
 from rollout.client.io_thread import IoThread
 from rollout.client.parameters import Prepared
 from rollout.client.pending import Call, Pending, StreamRecord
-from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable
+from rollout.errors import Conflict, ForkedClient, InvalidConfig, ServerUnavailable, shown
 from rollout.wire.codec import NO_REQUEST, Packet, encode
 from rollout.wire.operations import Op
 from rollout.wire.security import missing_socket, new_token
@@ -42,7 +42,7 @@ def _stop(io: IoThread, pid: int) -> None:
 def _check_timeout(timeout_s: object) -> None:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise InvalidConfig(
-            f"timeout_s={timeout_s!r} is refused",
+            f"timeout_s={shown(timeout_s)} is refused",
             field="timeout_s",
             value=timeout_s,
             limit="allowed: a positive, finite number of seconds",

@@ -5,6 +5,7 @@ Both facades run the same operations, one by waiting, one by awaiting.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -13,7 +14,7 @@ import numpy as np
 
 from rollout.client.parameters import Ids, checked_request_id, id_array
 from rollout.client.results import CanarySpec, CancelResult, EngineFacts, Evaluation, Score, ServiceInfo, UpdateReport, UpdateTicket
-from rollout.errors import InvalidRequest
+from rollout.errors import InvalidRequest, shown
 from rollout.wire.codec import Packet
 from rollout.wire.control_messages import EvaluationTicket, WeightsReport, WeightsTicket
 from rollout.wire.generation_messages import CancelResult as CancelResultBody
@@ -153,22 +154,96 @@ def _ticket(packet: Packet) -> UpdateTicket:
 
 def _spec(name: str, spec: Any) -> dict[str, Any]:
     """Return a manifest's entry as it goes over the wire. Raises: InvalidRequest."""
-    known = isinstance(spec, Mapping) and set(spec) == {"dtype", "shape"} and isinstance(spec["shape"], Sequence)
+    known = isinstance(name, str) and isinstance(spec, Mapping) and set(spec) == {"dtype", "shape"} and isinstance(spec["shape"], Sequence)
     if known and all(isinstance(dim, int) and not isinstance(dim, bool) for dim in spec["shape"]):
         return {"dtype": spec["dtype"], "shape": list(spec["shape"])}
     raise InvalidRequest(
-        f"the manifest says {spec!r} of {name}",
-        field=f"manifest.{name}",
+        f"the manifest says {shown(spec)} of {shown(name)}",
+        field=f"manifest.{name}" if isinstance(name, str) else "manifest",
         value=spec,
         limit="a mapping with dtype and shape (integers) is needed",
         remedy="name each tensor's dtype and shape, or leave the manifest out",
     )
 
 
+def _no_mapping(name: str, value: object, remedy: str) -> InvalidRequest:
+    kind = type(value).__name__
+    return InvalidRequest(f"{name} is a {kind}", field=name, value=kind, limit="a mapping by tensor name is needed", remedy=remedy)
+
+
+def _digests(digests: object) -> dict[str, int] | None:
+    """Return digests as plain integers. Raises: InvalidRequest."""
+    if digests is None:
+        return None
+    if not isinstance(digests, Mapping):
+        raise _no_mapping("digests", digests, "pass what the push computed, or leave digests out")
+    for name, value in digests.items():
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+        if not isinstance(name, str) or not whole or not 0 <= value < 2**64:
+            raise InvalidRequest(
+                f"the digest of {shown(name)} is {shown(value)}",
+                field=f"digests.{name}" if isinstance(name, str) else "digests",
+                value=value,
+                limit="a digest is an integer from 0 to 2**64 - 1",
+                remedy="pass what areno.weights.digest computes",
+            )
+    return {name: int(value) for name, value in digests.items()}
+
+
+def _is_canary(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("ids", "expected_logprobs", "temperature"))
+
+
+def _canary_arrays(canaries: Sequence[CanarySpec]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Return temperatures and packed arrays of canaries. Raises: InvalidRequest."""
+    if isinstance(canaries, (str, bytes)) or not isinstance(canaries, Sequence) or not all(map(_is_canary, canaries)):
+        raise InvalidRequest(
+            f"canaries is {shown(canaries)}",
+            field="canaries",
+            value=type(canaries).__name__,
+            limit="a sequence of rollout.CanarySpec is needed",
+            remedy="pass [rollout.CanarySpec(ids=..., expected_logprobs=...)], or leave canaries out",
+        )
+    if not canaries:
+        return [], {}
+    temperatures, ids, expected = [], [], []
+    for canary in canaries:
+        one = id_array("canaries.ids", canary.ids).astype(np.int64)
+        try:
+            with np.errstate(over="ignore"):
+                temperature, logprobs = float(canary.temperature), np.asarray(canary.expected_logprobs, np.float32)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidRequest(
+                f"a canary of {one.size} ids is not made of numbers",
+                field="canaries",
+                value=shown(canary.temperature),
+                limit="temperature is a number, expected_logprobs are floats",
+                remedy="pass log-probabilities of ids[1:] and the temperature they were computed at",
+            ) from None
+        if logprobs.shape != (one.size - 1,):
+            raise InvalidRequest(
+                f"a canary of {one.size} ids has log-probabilities of shape {logprobs.shape}",
+                field="canaries",
+                value=str(logprobs.shape),
+                limit="one fewer than ids",
+                remedy="pass log-probabilities of ids[1:]",
+            )
+        temperatures.append(temperature)
+        ids.append(one)
+        expected.append(logprobs)
+    return temperatures, {
+        "canary_ids": np.concatenate(ids),
+        "canary_counts": np.array([one.size for one in ids], np.int64),
+        "canary_logprobs": np.concatenate(expected),
+    }
+
+
 def weights_begin(
     manifest: Mapping[str, Mapping[str, Any]] | None, *, trainer_step: int | None, restore: int | None, partial: bool
 ) -> Operation[UpdateTicket]:
     """Open an update."""
+    if manifest is not None and not isinstance(manifest, Mapping):
+        raise _no_mapping("manifest", manifest, "leave it out, or map each tensor's name to its dtype and shape")
     specs = None if manifest is None else {name: _spec(name, spec) for name, spec in manifest.items()}
     fields = {"manifest": specs, "trainer_step": trainer_step, "restore": restore, "partial": partial}
     return Operation(op=Op.WEIGHTS_BEGIN, read=_ticket, fields=fields, control=True)
@@ -176,6 +251,14 @@ def weights_begin(
 
 def weights_stage_file(update_id: str, path: str, *, size: int, xxh3: str | None) -> Operation[None]:
     """Let the engine host take a file's tensors."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidRequest(
+            f"path is a {type(path).__name__}",
+            field="path",
+            value=type(path).__name__,
+            limit="a path of a file below info().weights_dir",
+            remedy="pass a str or a Path",
+        )
     fields = {"update_id": update_id, "path": str(path), "size": size, "xxh3": xxh3}
     return Operation(op=Op.WEIGHTS_STAGE_FILE, read=_nothing, fields=fields, control=True)
 
@@ -212,31 +295,14 @@ def weights_commit(
     update_id: str, *, digests: Mapping[str, int] | None, canaries: Sequence[CanarySpec], mode: str = "inflight", drain_s: float = 60.0
 ) -> Operation[UpdateReport]:
     """Prove and publish an update."""
+    temperatures, arrays = _canary_arrays(canaries)
     fields = {
         "update_id": update_id,
-        "digests": None if digests is None else {name: int(value) for name, value in digests.items()},
-        "canary_temperatures": [float(canary.temperature) for canary in canaries],
+        "digests": _digests(digests),
+        "canary_temperatures": temperatures,
         "mode": mode,
         "drain_s": drain_s,
     }
-    arrays: dict[str, np.ndarray] = {}
-    if canaries:
-        ids = [id_array("canaries.ids", canary.ids).astype(np.int64) for canary in canaries]
-        expected = [np.asarray(canary.expected_logprobs, np.float32) for canary in canaries]
-        for one, logprobs in zip(ids, expected):
-            if logprobs.shape != (one.size - 1,):
-                raise InvalidRequest(
-                    f"a canary of {one.size} ids has log-probabilities of shape {logprobs.shape}",
-                    field="canaries",
-                    value=str(logprobs.shape),
-                    limit="one fewer than ids",
-                    remedy="pass log-probabilities of ids[1:]",
-                )
-        arrays = {
-            "canary_ids": np.concatenate(ids),
-            "canary_counts": np.array([one.size for one in ids], np.int64),
-            "canary_logprobs": np.concatenate(expected),
-        }
     return Operation(op=Op.WEIGHTS_COMMIT, read=_report, fields=fields, arrays=arrays, control=True)
 
 

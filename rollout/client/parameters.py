@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from rollout.errors import InvalidRequest
+from rollout.errors import InvalidRequest, shown
 from rollout.seeds import derive_seed
 from rollout.wire.codec import Arrays
 from rollout.wire.generation_messages import MAX_MEMBERS, Generate, ToolWait
@@ -150,7 +151,7 @@ def _not_ids(name: str, value: object, what: str, remedy: str | None = None) -> 
 
 def id_array(name: str, value: Ids) -> np.ndarray:
     """Return ids as int32, or int64 where they need it. Raises: InvalidRequest."""
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
         remedy = f"pass {name}=client.tokenizer().encode(text).ids"
         raise _not_ids(name, type(value).__name__, f"{name} is text; the model takes token ids", remedy)
     if hasattr(value, "ids") and hasattr(value, "tokens"):
@@ -169,9 +170,9 @@ def id_array(name: str, value: Ids) -> np.ndarray:
     else:
         for position, item in enumerate(value):
             if type(item) is not int and (isinstance(item, (bool, np.bool_)) or not isinstance(item, (int, np.integer))):
-                raise _not_ids(name, item, f"{name}[{position}]={item!r} is a {type(item).__name__}")
+                raise _not_ids(name, item, f"{name}[{position}]={shown(item)} is a {type(item).__name__}")
             if not -(2**63) <= item < 2**63:
-                raise _not_ids(name, item, f"{name}[{position}]={item} is beyond any vocabulary")
+                raise _not_ids(name, item, f"{name}[{position}]={shown(item)} is beyond any vocabulary")
         ids = np.array(value, dtype=np.int64)
     small = not ids.size or (ids.min() >= -(2**31) and ids.max() < 2**31)
     return ids.astype(np.int32) if small else ids
@@ -181,7 +182,7 @@ def checked_request_id(value: object, remedy: str = "leave it out, or pass secre
     """Return a request id. Raises: InvalidRequest."""
     if not isinstance(value, bytes) or len(value) != SECRET_BYTES or not any(value):
         raise InvalidRequest(
-            f"request_id={value!r} is no request id",
+            f"request_id={shown(value)} is no request id",
             field="request_id",
             value=value,
             limit="16 bytes, not all zero",
@@ -206,7 +207,7 @@ def _biases(value: object) -> dict[str, np.ndarray]:
     for token_id, bias in value.items():
         if isinstance(bias, (bool, np.bool_)) or not isinstance(bias, (int, float, np.integer, np.floating)):
             raise InvalidRequest(
-                f"logit_bias[{token_id}]={bias!r} is not a number",
+                f"logit_bias[{token_id}]={shown(bias)} is not a number",
                 field=f"logit_bias[{token_id}]",
                 value=bias,
                 limit="biases are numbers of logits",
@@ -215,7 +216,12 @@ def _biases(value: object) -> dict[str, np.ndarray]:
     try:
         values = np.array([float(bias) for bias in value.values()], np.float64)
     except OverflowError:
-        raise InvalidRequest("logit_bias holds a number that no float can be", field="logit_bias", remedy="pass floats") from None
+        raise InvalidRequest(
+            "logit_bias holds a number that no float can be",
+            field="logit_bias",
+            limit="biases are finite numbers of logits",
+            remedy="pass floats",
+        ) from None
     return {"bias_ids": ids, "bias_values": values}
 
 
@@ -246,7 +252,7 @@ def _checked_seed(value: object) -> None:
         return
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not 0 <= value < 2**64:
         raise InvalidRequest(
-            f"seed={value!r} is refused",
+            f"seed={shown(value)} is refused",
             field="seed",
             value=value,
             limit="a seed is an integer from 0 to 2**64 - 1",
@@ -259,7 +265,7 @@ def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InvalidRequest(
-            f"unknown option {unknown[0]!r}",
+            f"unknown option {shown(unknown[0])}",
             field=unknown[0],
             value=unknown[0],
             limit=f"known: {', '.join(known)}",
@@ -278,7 +284,7 @@ def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str
     if biases is not None:
         arrays |= _biases(biases)
     stop = given.pop("stop", None)
-    if stop is not None and stop != ():
+    if stop is not None and not (isinstance(stop, tuple) and not stop):
         given["stop"] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, (list, tuple)) else stop
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}, arrays
 
@@ -291,15 +297,23 @@ def _prepared(
         request_id=request_id,
         members=tuple(members),
         prompt_ids=arrays["prompt_ids"].astype(np.int32, copy=False),
-        wants=Wants(logprobs=bool(fields.get("logprobs", True)), kept_ids=fields.get("return_kept_ids", False) is True),
+        wants=Wants(logprobs=fields.get("logprobs", True) is not False, kept_ids=fields.get("return_kept_ids", False) is True),
         fields=fields,
         arrays=arrays,
     )
 
 
+def _seconds(value: object) -> object:
+    """Return an int as the float that it is; one that no float can be stays for the limit to refuse."""
+    try:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    except OverflowError:
+        return math.inf
+
+
 def tool_wait_fields(lineage: str, expect_s: float, cache_salt: str | None) -> dict[str, object]:
     """Return the fields of a hint. Raises: InvalidRequest."""
-    fields: dict[str, object] = {"lineage": lineage, "expect_s": float(expect_s) if isinstance(expect_s, int) else expect_s}
+    fields: dict[str, object] = {"lineage": lineage, "expect_s": _seconds(expect_s)}
     parse_fields(ToolWait, {**fields, "cache_salt": cache_salt})
     return {**fields, "cache_salt": cache_salt}
 
@@ -314,6 +328,14 @@ def prepare(prompt_ids: Ids, options: Mapping[str, object]) -> Prepared:
 
 def prepare_evaluation(prompts: Sequence[Ids], deadline_s: float, options: Mapping[str, object]) -> list[Prepared]:
     """Return the messages of an evaluation, one for each prompt. Raises: InvalidRequest; an unknown option lists the known ones."""
+    if isinstance(prompts, (str, bytes)) or not (isinstance(prompts, Sequence) or (isinstance(prompts, np.ndarray) and prompts.ndim)):
+        raise InvalidRequest(
+            f"prompts is a {type(prompts).__name__}",
+            field="prompts",
+            value=type(prompts).__name__,
+            limit="a sequence of prompts is needed",
+            remedy="pass a list with one sequence of ids for each prompt",
+        )
     _checked_seed(options.get("seed"))
     seed = options.get("seed")
     seeds = [{} if seed is None else {"seed": derive_seed(int(seed), index)} for index in range(len(prompts))]  # type: ignore[call-overload]
@@ -324,11 +346,19 @@ def prepare_group(prompt_ids: Ids, n: int, options: Mapping[str, object]) -> Pre
     """Return the message of a group. Raises: InvalidRequest, also for n < 1; an unknown option lists the known ones."""
     if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or not 1 <= n <= MAX_MEMBERS:
         raise InvalidRequest(
-            f"n={n!r} members", field="n", value=n, limit=f"an integer from 1 to {MAX_MEMBERS}", remedy="ask for at least one member"
+            f"n={shown(n)} members", field="n", value=n, limit=f"an integer from 1 to {MAX_MEMBERS}", remedy="ask for at least one member"
         )
     fields, arrays = _message(prompt_ids, options, GROUP_OPTIONS)
     given = fields.pop("request_ids", None)
-    members = [new_token() for _ in range(n)] if given is None else [checked_request_id(one) for one in given]  # type: ignore[attr-defined]
+    if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Sequence)):
+        raise InvalidRequest(
+            f"request_ids is a {type(given).__name__}",
+            field="request_ids",
+            value=type(given).__name__,
+            limit="a sequence of one id for each member",
+            remedy="leave request_ids out, or draw one for each member",
+        )
+    members = [new_token() for _ in range(n)] if given is None else [checked_request_id(one) for one in given]
     if len(members) != n or len(set(members)) != n:
         raise InvalidRequest(
             f"{len(members)} request_ids for n={n} members",

@@ -267,6 +267,7 @@ class ControlDesk:
                 f"update {update_id!r} is not open for this client",
                 field="update_id",
                 value=update_id,
+                limit="an update belongs to the client that began it, until it is committed, aborted or lost",
                 remedy="open one with weights_begin",
             )
         return update

@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from rollout.errors import InvalidRequest, ProtocolMismatch, UnknownOperation, WireError, plain_text
+from rollout.errors import InvalidRequest, ProtocolMismatch, UnknownOperation, WireError, plain_text, shown
 from rollout.wire.arrays import ARRAYS, ArraySpec
 from rollout.wire.fields import Message
 from rollout.wire.messages import MAX_BODY_BYTES, MODELS, SMALL_BODY_BYTES, parse_fields
@@ -61,19 +61,30 @@ class Packet:
     num_bytes: int
 
 
-def _encode_error(fields: Mapping[str, object], cause: Exception) -> InvalidRequest:
+def _encode_error(fields: Mapping[str, object], cause: Exception, culprit: str | None = None) -> InvalidRequest:
     for name, value in fields.items():
         try:
+            if name == culprit:
+                raise cause
             msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as error:
             return InvalidRequest(
-                f"{name}={plain_text(repr(value), 80)} cannot be sent: {error}",
+                f"{name}={plain_text(shown(value, 80))} cannot be sent: {error}",
                 field=name,
-                value=repr(value)[:80],
-                limit="fields are None, bool, int below 2**64, float, str, bytes, list and dict",
+                value=shown(value, 80),
+                limit="fields are None, bool, int below 2**64, float, str, bytes, list and dict with str keys",
                 remedy=f"convert {name} first",
             )
     return InvalidRequest(f"a message cannot be sent: {cause}", limit="fields are plain values", remedy="convert them first")
+
+
+def _has_text_keys(value: object, depth: int = MAX_DEPTH) -> bool:
+    """Return whether all maps within have strings for keys, as the reader wants; what is nested deeper is the reader's to refuse."""
+    if not depth or not isinstance(value, (dict, list)):
+        return True
+    if isinstance(value, list):
+        return all(_has_text_keys(item, depth - 1) for item in value)
+    return all(isinstance(key, str) and _has_text_keys(item, depth - 1) for key, item in value.items())
 
 
 def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arrays | None = None) -> list[Frame]:
@@ -84,6 +95,9 @@ def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arra
         packed = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         descriptors.append([name, packed.dtype.str, list(packed.shape)])
         frames.append(_bytes_of(array, packed) if packed.size else b"")
+    for name, value in fields.items():
+        if isinstance(value, (dict, list)) and not _has_text_keys(value):
+            raise _encode_error(fields, TypeError("keys are strings"), name)
     try:
         frames[1] = msgpack.packb([fields, descriptors], use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:

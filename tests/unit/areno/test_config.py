@@ -9,6 +9,7 @@ import pytest
 
 from areno import EngineConfig, InvalidConfig
 from areno.config import DeviceLimits, resolve
+from tests.hostile_values import HOSTILE_VALUES, check_refusal
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,18 @@ def test_the_pool_defaults_to_what_rows_can_fill_within_a_gibibyte_but_never_les
     assert pages(11520, max_rows=64) == (1 << 30) // (16 * 46080)
     assert pages(11520, max_rows=64, dtype="bfloat16") == (1 << 30) // (8 * 46080)
     assert pages(2**18, max_rows=64) == 512
+
+
+@pytest.mark.parametrize("field", EngineConfig.__dataclass_fields__)
+def test_an_option_takes_or_refuses_whatever_it_is_given(field: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            EngineConfig(**{"model": "m", field: value})
+        except InvalidConfig as error:
+            check_refusal(error, (field, number))
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:-1", "cuda:\u0663", "cuda:99999", "CPU", "cpu\n", 0, None])
+def test_a_device_that_has_no_such_name_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidConfig, match="known: auto, cpu, cuda, cuda:N"):
+        EngineConfig(model="m", device=device)

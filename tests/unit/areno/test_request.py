@@ -10,6 +10,7 @@ import pytest
 
 from areno import InvalidRequest, Request, RequestTooLong, SamplingParams
 from areno.request import RequestLimits, check_request, resolve_stop_ids
+from tests.hostile_values import HOSTILE_VALUES, check_refusal
 
 LIMITS = RequestLimits(vocab_size=256, num_valid_ids=250, max_model_len=100, pool_tokens=80, eos_ids=(2, 7), sampling_slots=4)
 
@@ -135,3 +136,41 @@ def test_numpy_integers_and_arrays_are_taken_as_they_are() -> None:
     )
     assert made.request_id == 3 and np.asarray(made.prompt_ids).tolist() == [1, 2] and made.sampling.seed == 2**64 - 1
     assert Request(request_id=0, prompt_ids=[np.int32(4), 5]).prompt_ids.tolist() == [4, 5]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
+def test_a_sampling_field_takes_or_refuses_whatever_it_is_given(field: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            SamplingParams(**{field: value})
+        except InvalidRequest as error:
+            check_refusal(error, (field, number))
+
+
+@pytest.mark.parametrize("field", Request.__dataclass_fields__)
+def test_a_request_field_takes_or_refuses_whatever_it_is_given(field: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            made = Request(**{"request_id": 0, "prompt_ids": [1], field: value})
+            check_request(made, LIMITS)
+        except InvalidRequest as error:
+            check_refusal(error, (field, number))
+
+
+@pytest.mark.parametrize("ids", [b"ab", bytearray(b"ab"), memoryview(b"ab")])
+def test_bytes_are_no_token_ids_in_any_form(ids: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tokenize first"):
+        Request(request_id=0, prompt_ids=ids)
+
+
+@pytest.mark.parametrize("field", ["lineage", "cache_salt"])
+def test_a_name_that_could_not_cross_the_wire_is_refused_in_process_too(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        Request(**{"request_id": 0, "prompt_ids": [1], field: "a\ud800"})  # type: ignore[arg-type]
+
+
+def test_a_number_beyond_every_float_is_out_of_range_on_its_own_side() -> None:
+    for value, shown in ((10**400, math.inf), (-(10**400), -math.inf)):
+        with pytest.raises(InvalidRequest, match=r"presence_penalty=.*is out of range; allowed: -100 to 100") as refusal:
+            SamplingParams(presence_penalty=value)
+        assert refusal.value.value == shown

@@ -9,6 +9,7 @@ import pytest
 
 from rollout.config import ServiceConfig
 from rollout.errors import InvalidConfig
+from tests.hostile_values import HOSTILE_VALUES, check_refusal
 
 
 def test_a_config_survives_json() -> None:
@@ -61,3 +62,19 @@ def test_paths_are_filled_in_from_the_state_folder(tmp_path: Any) -> None:
     other = ServiceConfig(model="m", state_dir=str(tmp_path), address=f"ipc://{tmp_path}/other").resolved()
     assert other.weights_dir != config.weights_dir, "two services never share a weights folder by default"
     assert config.model.startswith("/")
+
+
+@pytest.mark.parametrize("name", ServiceConfig.__dataclass_fields__)
+def test_an_option_takes_or_refuses_whatever_it_is_given(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            resolved = ServiceConfig(**{"model": "m", name: value}).resolved()
+            assert isinstance(resolved.to_json(), str)
+        except InvalidConfig as error:
+            check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("value", [1e9, 10**400, float("inf")])
+def test_seconds_beyond_every_timer_are_refused(value: float) -> None:
+    with pytest.raises(InvalidConfig, match="lease_s"):
+        ServiceConfig(model="m", lease_s=value)

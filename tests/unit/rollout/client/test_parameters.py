@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.client.parameters import id_array, prepare, prepare_group
+import areno
+from areno.request import RequestLimits, check_request
+from rollout.client.parameters import OPTIONS, id_array, prepare, prepare_evaluation, prepare_group, tool_wait_fields
 from rollout.errors import InvalidRequest
+from rollout.service.engine_host import requests_of
+from rollout.wire.codec import decode, encode
 from rollout.wire.generation_messages import MAX_MEMBERS
-from rollout.wire.operations import Op
+from rollout.wire.host_messages import Submit
+from rollout.wire.operations import DATA_REQUESTS, Op
+from tests.hostile_values import HOSTILE_VALUES, check_refusal
 
 
 @pytest.mark.parametrize(
@@ -138,3 +144,100 @@ def test_text_and_a_tokenizers_encoding_are_told_how_they_become_ids() -> None:
         prepare("hello", {})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"encoding\.ids"):
         prepare(Encoding(), {})  # type: ignore[arg-type]
+
+
+LIMITS = RequestLimits(
+    vocab_size=256, num_valid_ids=250, max_model_len=200, pool_tokens=300, eos_ids=(2, 7), sampling_slots=4, kept_ids=True
+)
+SAMPLING = tuple(name for name in areno.SamplingParams.__dataclass_fields__)
+SHARED = tuple(name for name in OPTIONS if name in SAMPLING or (name in areno.Request.__dataclass_fields__ and name != "request_id"))
+
+
+def _verdict_in_process(name: str, value: Any) -> str | None:
+    """Return the field that the engine refuses when it is called directly."""
+    of_sampling = {name: value} if name in SAMPLING else {}
+    of_request = {"prompt_ids": [3, 4, 5], "request_id": 0} | ({} if name in SAMPLING else {name: value})
+    try:
+        sampling = areno.SamplingParams(**{"max_new_tokens": 8, **of_sampling})
+        check_request(areno.Request(sampling=sampling, **of_request), LIMITS)
+    except areno.InvalidRequest as error:
+        return str(error.field)
+    return None
+
+
+def _verdict_over_the_wire(name: str, value: Any) -> str | None:
+    """Return the field that client, codec or engine host refuses: all that a request passes on its way but the sockets."""
+    prompt, options = (value, {}) if name == "prompt_ids" else ([3, 4, 5], {name: value})
+    try:
+        prepared = prepare(prompt, {"max_new_tokens": 8, **options})
+        frames = [bytes(frame) for frame in encode(prepared.op, prepared.request_id, prepared.fields, prepared.arrays)]
+        packet = decode(frames, DATA_REQUESTS)
+        params = packet.body.model_dump()
+        seed = params["seed"]
+        body = Submit.model_validate({"engine_ids": [0], "seeds": [0 if seed is None else seed], "params": {**params, "stop": []}})
+        for request in requests_of(body, packet.arrays):
+            check_request(request, LIMITS)
+    except (InvalidRequest, areno.InvalidRequest) as error:
+        check_refusal(error, (name, repr(type(value))))
+        return str(error.field)
+    return None
+
+
+# What Python has and a message leaves out.
+OTHERWISE = {"stop_ids": {"None"}, "logit_bias": {"None"}}
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", *SHARED])
+def test_a_field_is_taken_or_refused_alike_in_process_and_over_the_wire(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        if (isinstance(value, np.ndarray) and not value.ndim) or (value is None and name in OTHERWISE):
+            continue
+        inside, outside = _verdict_in_process(name, value), _verdict_over_the_wire(name, value)
+        assert (inside is None) == (outside is None), (name, number, inside, outside)
+        assert inside is None or inside == outside or (inside.startswith(name) and str(outside).startswith(name)), (
+            name,
+            number,
+            inside,
+            outside,
+        )
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "prompt_ids"])
+def test_a_generation_is_a_message_or_is_refused_by_name(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            made = prepare(value, {}) if name == "prompt_ids" else prepare([1], {name: value})
+            decode([bytes(frame) for frame in encode(made.op, made.request_id, made.fields, made.arrays)], DATA_REQUESTS)
+        except InvalidRequest as error:
+            check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("name", ["n", "request_ids", "seed"])
+def test_a_group_is_a_message_or_is_refused_by_name(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            made = prepare_group([1], value, {}) if name == "n" else prepare_group([1], 2, {name: value})
+            decode([bytes(frame) for frame in encode(made.op, made.request_id, made.fields, made.arrays)], DATA_REQUESTS)
+        except InvalidRequest as error:
+            check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("name", ["prompts", "deadline_s", "seed"])
+def test_an_evaluation_is_messages_or_is_refused_by_name(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            given = {"prompts": [[1]], "deadline_s": 1.0, name: value}
+            options = {"seed": given.pop("seed")} if "seed" in given else {}
+            for made in prepare_evaluation(given["prompts"], given["deadline_s"], options):
+                decode([bytes(frame) for frame in encode(made.op, made.request_id, made.fields, made.arrays)], DATA_REQUESTS)
+        except InvalidRequest as error:
+            check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("name", ["lineage", "expect_s", "cache_salt"])
+def test_a_hint_is_a_message_or_is_refused_by_name(name: str) -> None:
+    for number, value in enumerate(HOSTILE_VALUES):
+        try:
+            encode(Op.TOOL_WAIT, bytes(16), tool_wait_fields(**{"lineage": "a", "expect_s": 1.0, "cache_salt": None, name: value}))
+        except InvalidRequest as error:
+            check_refusal(error, (name, number))
