@@ -17,7 +17,32 @@ from examples.agentic.tictactoe.reward import Outcome, WinRate
 from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
 from examples.agentic.tiny_model.vocabulary import build_tokenizer
 from tests.unit.trainer_bridge.fakes import make_sample
-from trainer_bridge import LogprobGap, TrainingSample
+from trainer_bridge import LogprobGap, PushReport, TrainingSample
+
+
+def make_push(version: int) -> PushReport:
+    return PushReport(
+        version=version,
+        trainer_step=version,
+        transport="memory",
+        transport_reason="fastest that works",
+        num_tensors=21,
+        num_bytes=4_200_000,
+        changed_tensors=20,
+        changed_bytes=4_100_000,
+        seconds=0.5,
+        prepare_s=0.1,
+        staging_s=0.017,
+        swap_ms=1.25,
+        proof_ms=1234.5,
+        pause_ms=3.0,
+        canary_gap=version * 1e-7,
+        canary_mean_gap=1e-8,
+        decode_canary_gap=1e-7,
+        inspect_s=0.01,
+        derive_s=0.01,
+        warning=None,
+    )
 
 
 def make_step(step: int) -> StepRecord:
@@ -31,7 +56,7 @@ def make_step(step: int) -> StepRecord:
         cached_share=0.8,
         version=step,
         staleness=1.0,
-        pause_ms=3.0,
+        push=make_push(step),
         max_logprob_gap=step * 1e-6,
         gap_tokens=10 * (step - 1),
         mean_abs_log_ratio=0.01,
@@ -162,6 +187,10 @@ def test_the_final_table_has_a_row_for_every_step_of_a_short_run() -> None:
     text = output.getvalue()
     assert "40.0% before, 80.0% after" in text and "wrote curve.png" in text
     assert all(f"{step}.0e-06" in text for step in (2, 3)) and "over 110 tokens" in text
+    pushes = text[text.index("weight pushes") :]
+    for step in (1, 2, 3):
+        shown = f"{step} memory 21 4.2 20 17 1.2 1234.5 3.0 {step}.0e-07"
+        assert any(line.split() == shown.split() for line in pushes.splitlines()), shown
 
 
 def test_the_table_fits_a_terminal_of_eighty_columns() -> None:

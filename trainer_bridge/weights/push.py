@@ -9,6 +9,7 @@ whatever fails, the update is aborted and the service serves the previous weight
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,8 @@ from trainer_bridge.weights.service import WeightClient, service_facts
 from trainer_bridge.weights.sources import Sources, loaded, manifest_of, sources_of
 from trainer_bridge.weights.staging import Sent, stage_all
 from trainer_bridge.weights.transport import Transport, make_transport
+
+log = logging.getLogger("trainer_bridge.push")
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 120.0
@@ -266,6 +269,8 @@ class WeightPush:
             raise
         self._num_pushes += 1
         self._version = report.version
+        if self._ranks.leads:
+            log.info("weights pushed: %s", report.line())
         if self._ranks.leads and report.warning is not None and report.warning == self._changes.warning:
             warnings.warn(PushWarning(f"{report.warning}: was the optimizer step made, and on these parameters?"), stacklevel=3)
         return report

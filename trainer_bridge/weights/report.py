@@ -45,6 +45,17 @@ class PushReport:
         warning = f", warning: {self.warning}" if self.warning else ""
         return f"version {self.version}, pause {self.pause_ms:.1f} ms, canary gap {gap}{warning}"
 
+    def line(self) -> str:
+        """Return all figures in one line, for a log."""
+        gap = "none compared" if self.canary_gap is None else f"{self.canary_gap:.1e}"
+        warning = f"; warning: {self.warning}" if self.warning else ""
+        return (
+            f"version {self.version} by {self.transport} ({self.transport_reason}): {self.num_tensors} tensors, "
+            f"{self.num_bytes / 1e6:.1f} MB, changed {self.changed_tensors} and {self.changed_bytes / 1e6:.1f} MB; "
+            f"{self.seconds:.2f} s, of it prepared {self.prepare_s:.2f}, staged {self.staging_s:.2f}; "
+            f"swap {self.swap_ms:.1f} ms, proof {self.proof_ms:.1f} ms, pause {self.pause_ms:.1f} ms; canary gap {gap}{warning}"
+        )
+
 
 class PendingPush:
     """A push whose weights are staged and whose commit is under way: the trainer may change its own weights.

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from examples.agentic.tictactoe.reward import WinRate
 from examples.agentic.tictactoe.transcripts import Transcript, write_transcripts
-from trainer_bridge import LogprobGap, TrainingSample
+from trainer_bridge import LogprobGap, PushReport, TrainingSample
 
 LIVE_ROWS = 10
 NARROWEST_LOG = 110
@@ -37,7 +37,8 @@ class StepRecord:
     """One optimizer step. Rates are shares of its games; `version` is the one that its push published.
 
     `max_logprob_gap` is over the `gap_tokens` tokens whose version and whole KV are the trainer's own version at that step;
-    `mean_abs_log_ratio` is over all others. `cached_share` is the share of prompt tokens that came from the prefix cache.
+    `mean_abs_log_ratio` is over all others. `cached_share` is the share of prompt tokens that came from the prefix cache. `push` is
+    what the push of the step's weights told.
     """
 
     step: int
@@ -49,10 +50,15 @@ class StepRecord:
     cached_share: float
     version: int
     staleness: float
-    pause_ms: float
+    push: PushReport
     max_logprob_gap: float
     gap_tokens: int
     mean_abs_log_ratio: float
+
+    @property
+    def pause_ms(self) -> float:
+        """Return the time in which no game could advance because of the push."""
+        return self.push.pause_ms
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,7 +148,8 @@ class Run:
         }
 
 
-COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
+Columns = tuple[tuple[str, Callable[[StepRecord], str]], ...]
+COLUMNS: Columns = (
     ("step", lambda row: str(row.step)),
     ("reward", lambda row: f"{row.reward:+.2f}"),
     ("win\nrate", lambda row: f"{row.win_rate:.0%}"),
@@ -157,13 +164,27 @@ COLUMNS: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
 )
 
 
-def step_table(rows: Sequence[StepRecord], *, title: str | None = None) -> Table:
+PUSH_COLUMNS: Columns = (
+    ("policy\nversion", lambda row: str(row.push.version)),
+    ("trans-\nport", lambda row: row.push.transport),
+    ("tensors", lambda row: str(row.push.num_tensors)),
+    ("MB", lambda row: f"{row.push.num_bytes / 1e6:.1f}"),
+    ("changed\ntensors", lambda row: str(row.push.changed_tensors)),
+    ("staging\nms", lambda row: f"{row.push.staging_s * 1e3:.0f}"),
+    ("swap\nms", lambda row: f"{row.push.swap_ms:.1f}"),
+    ("proof\nms", lambda row: f"{row.push.proof_ms:.1f}"),
+    ("pause\nms", lambda row: f"{row.push.pause_ms:.1f}"),
+    ("canary\ngap", lambda row: "-" if row.push.canary_gap is None else f"{row.push.canary_gap:.1e}"),
+)
+
+
+def step_table(rows: Sequence[StepRecord], *, title: str | None = None, columns: Columns = COLUMNS) -> Table:
     """Return the rows as a table."""
     table = Table(title=title, header_style="bold", box=SIMPLE_HEAD, padding=0)
-    for name, _ in COLUMNS:
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(show(row) for _, show in COLUMNS))
+        table.add_row(*(show(row) for _, show in columns))
     return table
 
 
@@ -222,6 +243,7 @@ def show(console: Console, run: Run, files: Sequence[Path]) -> None:
     facts, every = run.summary(), max(1, len(run.rows) // 20)
     shown = [row for row in run.rows if row.step == 1 or row.step % every == 0 or row is run.rows[-1]]
     console.print(step_table(shown, title="training steps"))
+    console.print(step_table(shown, title="weight pushes", columns=PUSH_COLUMNS))
     if run.finished:
         console.print(
             f"[bold]wins against the random opponent in {facts['held_out_games']} held-out games: "
@@ -258,7 +280,11 @@ def write_files(run: Run, folder: Path, console: Console) -> list[Path]:
 def write_rows(rows: Sequence[StepRecord], facts: dict[str, Any], path: Path) -> Path:
     """Write the steps and the summary as JSON."""
     path.write_text(
-        json.dumps({"summary": facts, "steps": [asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in rows]}, indent=1) + "\n"
+        json.dumps(
+            {"summary": facts, "steps": [asdict(row) | {"tokens_per_s": row.tokens_per_s, "pause_ms": row.pause_ms} for row in rows]},
+            indent=1,
+        )
+        + "\n"
     )
     return path
 

@@ -187,7 +187,7 @@ def record(step: int, groups: Sequence[RolloutGroup[int]], gap: LogprobGap, repo
         cached_share=sum(sample.info["cached_tokens"] for sample in samples) / sum(sample.info["prompt_tokens"] for sample in samples),
         version=report.version,
         staleness=float(np.mean([group.staleness for group in groups])),
-        pause_ms=report.pause_ms,
+        push=report,
         max_logprob_gap=gap.max_exact,
         gap_tokens=gap.num_exact,
         mean_abs_log_ratio=gap.mean_other,

@@ -49,6 +49,16 @@ def test_a_push_brings_every_tensor_under_a_new_version(service: FakeWeightServi
     assert list(service.weights_dir.iterdir()) == []
 
 
+def test_a_push_is_logged_with_all_its_figures(service: FakeWeightService, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "trainer_bridge.push"):
+        report = WeightPush(service, TinyNet(), transport="file").push()
+    (line,) = caplog.messages
+    assert line.startswith("weights pushed: version 1 by file (asked for): ")
+    for figure in ("tensors", "MB", "changed", "prepared", "staged", "swap", "proof", "pause", "canary gap"):
+        assert figure in line
+    assert f"{report.num_tensors} tensors" in line and f"pause {report.pause_ms:.1f} ms" in line
+
+
 def test_a_later_push_reports_what_changed_since_the_last(service: FakeWeightService) -> None:
     model = TinyNet()
     push = WeightPush(service, model)
