@@ -30,9 +30,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -46,6 +47,7 @@ from rollout.wire.operations import Op
 from tests.bench.scripted_engine import scripted_ids, scripted_service
 from tests.fakes import TENSORS, StreamReader, WireClient
 
+T = TypeVar("T")
 LEASE_S = 1.5
 HOST_TIMEOUT_S = 4.0
 STREAMS = 12
@@ -54,10 +56,13 @@ LOADS = ("async", "async", "wire")
 MEMORY_MB = 40.0
 SETTLE_S = 20.0
 ORPHAN_S = 8.0
+CONNECT_S = 25.0
 # A new host takes seconds on a busy machine: seldom enough that there is something to lose.
 HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", "kill front", *["kill trainer"] * 2)
 # A front's numbers die with it: the proof is made of the last one's, which gets the rest of the time.
 FRONTS_UNTIL, SETTLED_AT = 0.45, 0.5
+# What a client says while a killed front is not back, and then; without such a kill it is wrong.
+AWAY = {"server_restarted": "restarted", "server_unavailable": "unavailable"}
 GONE = ("no_session", "server_restarted")
 MODES = ("inflight", "inflight", "abort_requests", "drain")
 
@@ -106,8 +111,8 @@ class AsyncLoad:
                 outcome = "refused"
                 await asyncio.sleep(busy.retry_after_s)
             except Unavailable as error:
-                outcome = "restarted" if error.code == "server_restarted" else "refused"
-                assert error.code in ("needs_weights", "host_failed", "server_restarted"), error
+                outcome = AWAY.get(error.code, "refused")
+                assert error.code in ("needs_weights", "host_failed", *AWAY), error
                 await asyncio.sleep(0.05)
             self.outcomes[outcome] += 1
 
@@ -162,9 +167,28 @@ class AsyncLoad:
         return self._check(generation, seed, len(prompt), 4000)
 
 
+def patiently(connect: Callable[[], T]) -> T:
+    """Connect, also while a killed front is not back yet."""
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return connect()
+        except (Unavailable, AssertionError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 async def async_load(address: str, seed: int, seconds: float) -> dict[str, int]:
     """Run an `AsyncLoad`; return its outcomes."""
-    async with await rollout.connect_async(address, timeout_s=30.0, name=f"load {seed}") as client:
+    deadline, client = time.monotonic() + CONNECT_S, None
+    while client is None:
+        try:
+            client = await rollout.connect_async(address, timeout_s=30.0, name=f"load {seed}")
+        except Unavailable:
+            assert time.monotonic() < deadline, "the service does not come back"
+            await asyncio.sleep(0.1)
+    async with client:
         load = AsyncLoad(client, random.Random(seed), time.monotonic() + seconds)
         await load.run()
     return dict(load.outcomes)
@@ -173,7 +197,7 @@ async def async_load(address: str, seed: int, seconds: float) -> dict[str, int]:
 def wire_load(address: str, seed: int, seconds: float) -> dict[str, int]:
     """Speak the protocol itself: every request gets one ERROR or one ending, offsets have no gap. Return the outcomes."""
     draw, ends_at, outcomes = random.Random(seed), time.monotonic() + seconds, Counter[str]()
-    wire, reader = WireClient(address), StreamReader()
+    wire, reader = patiently(lambda: WireClient(address)), StreamReader()
     while time.monotonic() < ends_at:
         wanted: dict[bytes, int] = {}
         refused: set[bytes] = set()
@@ -195,7 +219,7 @@ def wire_load(address: str, seed: int, seconds: float) -> dict[str, int]:
             elif packet.op is Op.ERROR and packet.body.code in GONE:  # type: ignore[attr-defined]
                 # Stopped for longer than the lease, or the front was killed: the session is gone, and with it what was under way.
                 wire.vanish()
-                wire, reader, wanted = WireClient(address), StreamReader(), {}
+                wire, reader, wanted = patiently(lambda: WireClient(address)), StreamReader(), {}
                 outcomes["lapsed"] += 1
         for request_id, own in wanted.items():
             if request_id not in refused:
@@ -231,7 +255,7 @@ def push(client: rollout.Client, draw: random.Random, mode: str) -> None:
 def trainer(address: str, seed: int, seconds: float) -> dict[str, int]:
     """Push versions until the time is over; return how pushes ended."""
     draw, ends_at, outcomes = random.Random(seed), time.monotonic() + seconds, Counter[str]()
-    client = rollout.connect(address, timeout_s=20.0, name="trainer")
+    client = patiently(lambda: rollout.connect(address, timeout_s=20.0, name="trainer"))
     while time.monotonic() < ends_at:
         try:
             push(client, draw, draw.choice(MODES))
@@ -239,7 +263,7 @@ def trainer(address: str, seed: int, seconds: float) -> dict[str, int]:
         except RolloutError as error:
             # A dead host, a drain that took too long, the update of a trainer that was killed: all say so by code.
             outcomes[error.code] += 1
-            assert error.code in ("host_failed", "drain_timeout", "update_busy", "no_update", "server_restarted"), error
+            assert error.code in ("host_failed", "drain_timeout", "update_busy", "no_update", *AWAY), error
         time.sleep(draw.uniform(0.1, 0.5))
     client.close()
     return dict(outcomes)
@@ -345,6 +369,8 @@ class Chaos:
         stats = self._settled(self._client)
         grown_mb = self._front.memory_info().rss / 2**20 - settled_mb
         self._prove(stats, counted, grown_mb)
+        away = {name: count for name, count in counted.items() if name.endswith((*AWAY, *AWAY.values()))}
+        assert self._done["kill front"] or not any(away.values()), f"the service was away though nobody killed its front: {away}"
         return {
             **self._done,
             **counted,
