@@ -53,8 +53,9 @@ _TELL_S = 10.0
 class PeersPlan:
     """What the ranks are to be. `devices` has one name per rank, rank 0 first; `backend` as in `RankPlan`.
 
-    `start_s` bounds how long a rank that starts may show no sign of life; `stall_s` how long a collective, or any one entry of the log,
-    may take: kernels compile in some. With `broadcasts` weights go from device to device. `module` is what follows.
+    `start_s` bounds how long a rank that starts may show no sign of life; `stall_s` how long a collective, or any one entry of the log, may
+    take: kernels compile in some; `build_s` the first entry, in which ranks load. With `broadcasts` weights go from device to device.
+    `module` is what follows.
     """
 
     model: Path
@@ -65,6 +66,7 @@ class PeersPlan:
     stall_s: float
     threads: int
     start_s: float = 60.0
+    build_s: float = 1800.0
     dedicated: bool = False
     broadcasts: bool = False
     sizes: SegmentSizes | None = None
@@ -96,7 +98,12 @@ class Peers:
         code, checkpoint = code_identity(), checkpoint_identity(plan.model)
         for rank in self._events:
             self._processes[rank] = self._start(rank, code, checkpoint)
-        limits = WatchLimits(beat_s=plan.rank_timeout_s, start_s=max(plan.start_s, plan.rank_timeout_s), stall_s=plan.stall_s)
+        limits = WatchLimits(
+            beat_s=plan.rank_timeout_s,
+            start_s=max(plan.start_s, plan.rank_timeout_s),
+            stall_s=plan.stall_s,
+            build_s=max(plan.build_s, plan.stall_s),
+        )
         me = weakref.ref(self)
 
         def lost(error: ArenoError) -> None:

@@ -44,12 +44,14 @@ REMEDY = "the engine cannot go on without it: start it again, and see that rank'
 class WatchLimits:
     """How long a rank may show no beat, before it runs and afterwards, and how long it may stay at one entry of the log.
 
-    Loading libraries may keep every other thread of a process waiting for seconds.
+    Loading libraries may keep every other thread of a process waiting for seconds. The first entry has a bound of its own, `build_s`: in it
+    a rank reads its checkpoint.
     """
 
     beat_s: float
     start_s: float
     stall_s: float
+    build_s: float
 
 
 class _Since:
@@ -133,6 +135,7 @@ class RankWatch:
     def _why_silent(self, since: _Since, started_s: float) -> ArenoError | None:
         limits, segment = self._limits, self._segment
         entries = segment.head(Head.ENTRIES)
+        stall_s = limits.build_s if entries <= 1 else limits.stall_s
         for rank, process in self._processes.items():
             beat_s = segment.own(rank, Own.BEAT) * _NS
             runs = segment.own(rank, Own.PHASE) >= Phase.RUNNING
@@ -149,25 +152,25 @@ class RankWatch:
             at, moment_s = self._done.get(rank, (-1, 0.0))
             if at != done or done >= entries:
                 self._done[rank] = (done, time.monotonic())
-            elif since.age_s(moment_s) > limits.stall_s:
+            elif since.age_s(moment_s) > stall_s:
                 self._show_stacks()
                 return EngineFailure(
                     f"rank {rank} (pid {process.pid}) hangs in entry {done + 1} of {entries} of the log",
                     field="tp",
                     value=rank,
-                    limit=f"it got no further in {limits.stall_s:g} s",
+                    limit=f"it got no further in {stall_s:g} s",
                     remedy=REMEDY,
                 )
         busy_s = self._busy_since()
         if self._mine != (entries, busy_s):
             self._mine, self._mine_s = (entries, busy_s), time.monotonic()
-        elif busy_s is not None and since.age_s(self._mine_s) > limits.stall_s:
+        elif busy_s is not None and since.age_s(self._mine_s) > stall_s:
             self._show_stacks()
             return EngineFailure(
                 f"rank 0 hangs in work that ranks do together, at entry {entries} of the log",
                 field="tp",
                 value=0,
-                limit=f"the others have done all before it, and it got no further in {limits.stall_s:g} s",
+                limit=f"the others have done all before it, and it got no further in {stall_s:g} s",
                 remedy="start the engine again, and see the stacks in its log for the cause",
             )
         return None

@@ -174,24 +174,34 @@ def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry_and_sa
     assert all("quick_rank.py" in one and "in _follow" in one for one in others), "the line in which each hangs"
 
 
+def test_the_first_entry_in_which_ranks_load_has_a_bound_of_its_own(start: Callable[..., Peers]) -> None:
+    peers = start(size=2, stall_s=0.3, build_s=1.2)
+    peers.meet()
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match=r"rank 1 \(pid \d+\) hangs in entry 1 of 1 of the log; it got no further in 1\.2 s"):
+        peers.expect(peers.tell(ops.PublishUpdate(version=HANG)))
+    assert time.monotonic() - started > 1.1
+
+
 def test_a_rank_0_that_hangs_where_the_others_have_done_their_part_is_told(
     start: Callable[..., Peers], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    peers = start(size=2, stall_s=0.6)
+    peers = start(size=2, stall_s=1.2)
     peers.meet()
-    for _ in range(3):
-        # Work that goes on in pieces, each shorter than the bound.
-        with peers.together():
-            time.sleep(0.4)
-            peers.tell(ops.SettleSlices())
-            time.sleep(0.4)
-    time.sleep(0.8)
+    for _ in range(2):
+        peers.tell(ops.SettleSlices())
+    # Work that goes on in pieces, each shorter than the bound.
+    with peers.together():
+        time.sleep(0.7)
+        peers.tell(ops.SettleSlices())
+        time.sleep(0.7)
+    time.sleep(1.4)
     peers.check()
     started = time.monotonic()
-    with pytest.raises(EngineFailure, match=r"rank 0 hangs in work that ranks do together, at entry 3 of the log; .* in 0\.6 s"):
+    with pytest.raises(EngineFailure, match=r"rank 0 hangs in work that ranks do together, at entry 3 of the log; .* in 1\.2 s"):
         with peers.together():
             wait_until(lambda: peers.failure is not None, 10.0)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 5.0
     assert "in wait_until" in capfd.readouterr().err.split("stacks of rank 0:")[1]
 
 
