@@ -2,11 +2,12 @@
 
     new mount, network, pid, ipc and host-name namespaces, and a user namespace unless we are root -> an empty root of tmpfs with
     Python's files read-only, /task and three devices -> fork: the parent waits and passes on the status, the child is process 1 of
-    its own, becomes nobody, limits itself and executes the program
+    its own and becomes nobody -> fork: process 1 buries the dead, process 2 limits itself and executes the program
 
-Root needs no user namespace, and becomes a user of this run's own in the end, because the limit of processes counts by user and
-does not bind root. Inside, the program has no capabilities and no way to get any. Only the standard library is used, and all of it
-is imported before the root changes.
+Whoever ends, the processes below end with it: process 1 dies with its parent, and the kernel ends a namespace with its process 1. The
+program can neither signal nor trace that one; of itself it could undo whatever it was to die of. Root needs no user namespace, and
+becomes a user of this run's own in the end, because the limit of processes counts by user and does not bind root. Inside, the program
+has no capabilities and no way to get any. Only the standard library is used, and all of it is imported before the root changes.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import stat
 import sys
@@ -28,7 +30,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWN
 )
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 INSIDE_ID = 1000
 FIRST_OWN_ID = 1 << 20
@@ -122,8 +124,48 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
+def die_with_parent() -> None:
+    """Be killed when the parent ends; a change of user undoes it."""
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_program(plan: dict[str, object], limits: dict[str, int]) -> None:
+    """Become the program."""
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.closerange(3, 65536)
+    os.umask(stat.S_IWGRP | stat.S_IWOTH)
+    limit(limits)
+    python = str(plan["python"])
+    # The program is no root inside, so that its capabilities end here.
+    os.execve(python, [python, "-I", "-S", "-B", "/task/main.py"], {"HOME": "/task", "PATH": "/usr/bin:/bin"})
+
+
+def be_first(plan: dict[str, object], limits: dict[str, int], own_id: int, parent_lives: int) -> int:
+    """Be process 1: start the program, wait for it and for the orphans of others; returns its status."""
+    if not plan["user_namespace"]:
+        become(own_id)
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    die_with_parent()
+    if select.select([parent_lives], [], [], 0)[0]:
+        return EXIT_NO_JAIL  # the parent ended before that
+    program = os.fork()
+    if program == 0:
+        run_program(plan, limits)
+    ended = status = 0
+    while ended != program:
+        ended, status = os.wait()
+    return exit_status(status)
+
+
+def exit_status(status: int) -> int:
+    """Return what `wait` said as a number to exit with."""
+    return os.waitstatus_to_exitcode(status) & 0xFF
+
+
 def main() -> int:
     """Build the jail and run the program in it; returns its status."""
+    die_with_parent()
     plan = json.loads(sys.argv[1])
     own_id = FIRST_OWN_ID + os.getpid()
     code = sys.stdin.buffer.read()
@@ -134,22 +176,14 @@ def main() -> int:
     except OSError as error:
         print(f"no jail: {error}", file=sys.stderr)
         return EXIT_NO_JAIL
+    with open("/task/main.py", "wb") as file:
+        file.write(code)
+    parent_lives, held_by_parent = os.pipe()
     child = os.fork()
     if child == 0:
-        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with open("/task/main.py", "wb") as file:
-            file.write(code)
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        os.closerange(3, 65536)
-        os.umask(stat.S_IWGRP | stat.S_IWOTH)
-        if not plan["user_namespace"]:
-            become(own_id)
-        limit(plan["limits"])
-        # The program is no root inside, so that its capabilities end here.
-        os.execve(plan["python"], [plan["python"], "-I", "-S", "-B", "/task/main.py"], {"HOME": "/task", "PATH": "/usr/bin:/bin"})
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) & 0xFF
+        os.close(held_by_parent)
+        os._exit(be_first(plan, plan["limits"], own_id, parent_lives))
+    return exit_status(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -127,9 +128,57 @@ def test_a_fork_bomb_is_bounded_and_leaves_no_process(sandbox: Sandbox) -> None:
         "        made += 1\nexcept OSError:\n    print(made, flush=True)\nos._exit(0)\n"
     )
     assert 0 < int(run(sandbox, count).output) < LIMITS.processes
-    mine = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "/task/main.py" in (one.info["cmdline"] or [])]
-    _, alive = psutil.wait_procs(mine, timeout=5)
-    assert not alive
+    assert not left_alive(before)
+
+
+def left_alive(before: set[int]) -> list[psutil.Process]:
+    """Return the processes of programs that are still there after a moment, but for those that were there before."""
+    programs = [one for one in psutil.process_iter(["cmdline"]) if "/task/main.py" in (one.info["cmdline"] or [])]
+    return psutil.wait_procs([one for one in programs if one.pid not in before], timeout=5)[1]
+
+
+LINGERS = """
+import ctypes, os, signal, time
+libc = ctypes.CDLL(None)
+for _ in range(2):
+    if os.fork() == 0:
+        break
+os.setsid() if os.getpid() != os.getpgrp() else None
+for number in range(1, 32):
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_IGN)
+libc.prctl(1, 0, 0, 0, 0)
+os.kill(1, signal.SIGKILL)
+os.kill(1, signal.SIGSTOP)
+print(libc.ptrace(16, 1, None, None), flush=True)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("last", ["time.sleep(60)", "print('x' * 10**6)\ntime.sleep(60)", "if os.fork():\n    os._exit(0)\ntime.sleep(60)"])
+def test_nothing_that_a_program_does_keeps_it_alive_after_its_run(sandbox: Sandbox, last: str) -> None:
+    before = {one.pid for one in psutil.process_iter()}
+    done = run(sandbox, LINGERS + last, wall_s=1.5)
+    assert not left_alive(before)
+    if sandbox.name != "bubblewrap":
+        assert done.output.startswith("-1\n")  # process 1 is not to be traced
+
+
+def test_a_program_ends_with_whoever_runs_it(sandbox: Sandbox) -> None:
+    before = {one.pid for one in psutil.process_iter()}
+    code = LINGERS + "time.sleep(60)"
+    script = (
+        "import asyncio\nfrom examples.agentic.coding.sandbox import Limits, Sandbox\n"
+        f"asyncio.run(Sandbox({sandbox.name!r}, Limits(wall_s=50)).run({code!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as runner:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not any(
+            "/task/main.py" in (one.info["cmdline"] or []) and one.pid not in before for one in psutil.process_iter(["cmdline"])
+        ):
+            time.sleep(0.02)
+        runner.kill()
+    assert not left_alive(before)
 
 
 def test_five_gigabytes_of_output_are_cut_and_end_the_program(sandbox: Sandbox) -> None:
@@ -195,7 +244,7 @@ def test_namespaces_of_users_without_privileges_keep_in_too(namespaces_of_users:
     seen = run(
         namespaces_of_users, f"import os; print(os.getuid(), os.getpid(), os.path.exists({__file__!r}), os.path.exists('/etc/passwd'))"
     )
-    assert seen.output.split() == ["1000", "1", "False", "False"]
+    assert seen.output.split() == ["1000", "2", "False", "False"]
 
 
 TRIED_BY_NOBODY = """
