@@ -10,7 +10,6 @@ Invariant: nobody else touches the sockets; every pending ends (answer, ending o
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
@@ -21,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rollout.client.columns import Columns, FlushColumns
-from rollout.client.endpoint import denial
-from rollout.client.flush_extras import FlushExtras
+from rollout.client.flush import read_flush
+from rollout.client.link import Link
+from rollout.client.liveness import Liveness
+from rollout.client.loop_posts import LoopPosts
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.errors import (
@@ -34,20 +34,19 @@ from rollout.errors import (
     ProtocolMismatch,
     RolloutError,
     ServerRestarted,
-    ServerUnavailable,
     ServiceStopping,
     WireError,
     error_from_fields,
 )
 from rollout.standstill import StandstillClock
 from rollout.wire.arrays import MAX_NAMED_IDS
-from rollout.wire.codec import NO_REQUEST, Arrays, Frame, Packet, decode, encode, read_header
+from rollout.wire.codec import NO_REQUEST, Frame, Packet, decode, encode, read_header
 from rollout.wire.curve import ClientKey
 from rollout.wire.generation_messages import Deltas, Ending
 from rollout.wire.operations import CLIENT_REPLIES, Op
-from rollout.wire.security import control_address_for, missing_socket, new_token
+from rollout.wire.security import control_address_for, new_token
 from rollout.wire.session_messages import ErrorBody, Welcome
-from rollout.wire.transport import Context, Handshake, Peer, Poller, Sent
+from rollout.wire.transport import Context, Poller
 
 log = logging.getLogger("rollout.client")
 MAX_MESSAGE_BYTES = 2**30
@@ -56,24 +55,6 @@ SUSPENSION_S = 1.0
 # Flushes that follow each other sooner are acknowledged together, unless they have so many bytes (half of the least credit) or endings.
 ACKNOWLEDGE_S = 0.05
 ACKNOWLEDGE_BYTES = 2**15
-# How long a call waits for a service that has been silent past the time-out, or has said that it stops.
-PROBE_S = 0.5
-# So many handshakes cut short in a row are no accident of a service that is just ending.
-MAX_CUT_HANDSHAKES = 3
-
-
-class _Link:
-    """One socket: its connection state, what waits for the welcome, and what waits for room."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.hello_id = NO_REQUEST
-        self.welcomed = False
-        self.queue: deque[list[Frame]] = deque()
-        self.unsent: deque[list[Frame]] = deque()
-        # Handshakes in a row that the other side cut short, and why this connection will not come about.
-        self.cuts = 0
-        self.denied: RolloutError | None = None
 
 
 class IoThread:
@@ -99,11 +80,9 @@ class IoThread:
         self._closing = False
         # Messages for the control socket from before its address is known.
         self._waiting_for_control: deque[list[Frame]] = deque()
-        self._posts: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        self._last_heard = time.monotonic()
-        self._silent = False
-        self._stopped: RolloutError | None = None
-        self._next_heartbeat = self._last_heard
+        self._posts = LoopPosts()
+        self._service = Liveness(address, timeout_s)
+        self._next_heartbeat = self._service.last_heard
         self._seq = self._unacknowledged = 0
         self._acknowledged_at = float("-inf")
         self.thread = threading.Thread(target=self._run, name="rollout-client", daemon=True)
@@ -114,9 +93,9 @@ class IoThread:
     @property
     def state(self) -> str:
         """connecting, connected, silent (past the time-out) or stopped (the service said so)."""
-        if self._stopped is not None:
+        if self._service.stopped is not None:
             return "stopped"
-        return "silent" if self._silent else "connected" if self.connected.done else "connecting"
+        return "silent" if self._service.silent else "connected" if self.connected.done else "connecting"
 
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the I/O thread soon."""
@@ -151,7 +130,7 @@ class IoThread:
 
     def say(self, frames: list[Frame]) -> None:
         """Send a message that has no answer; lost with the connection."""
-        self.post(lambda: self._send(self._data, frames))
+        self.post(lambda: self._data.send(frames))
 
     def cancel(self, request_id: bytes) -> None:
         """Ask for a generation's end without waiting for the answer; asked again where the connection was lost before its end came."""
@@ -181,7 +160,7 @@ class IoThread:
         return target
 
     def _send_cancel(self, wire_id: bytes) -> None:
-        self._send(self._data, encode(Op.CANCEL, new_token(), {"target": wire_id}))
+        self._data.send(encode(Op.CANCEL, new_token(), {"target": wire_id}))
 
     def _stream(self, wire_id: bytes) -> StreamRecord | None:
         """Return the stream that goes under this id now; None for an id under which it went before."""
@@ -202,11 +181,10 @@ class IoThread:
         error: RolloutError = ClientClosed("the client was closed", remedy="connect again")
         context = Context()
         try:
-            self._data = _Link(context.dealer(self.address, MAX_MESSAGE_BYTES, key=self._key))
-            self._control: _Link | None = None
             self._context = context
             self._poller = Poller([self._wake_in.fileno()])
-            self._watch(self._data)
+            self._data = self._open(self.address)
+            self._control: Link | None = None
             self._hello(self._data)
             self._loop()
         except Exception as broken:
@@ -215,7 +193,7 @@ class IoThread:
         self.closed = error
         self._fail(lambda pending: error)
         self._commands_after_end(error)
-        self._post_to_loops()
+        self._posts.send()
         context.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -231,7 +209,7 @@ class IoThread:
         timeout_s, clock = 0.0, StandstillClock(SUSPENSION_S)
         while not self._closing:
             ready = self._poller.wait(timeout_s)
-            self._last_heard += clock.stood_still(time.monotonic(), timeout_s)
+            self._service.last_heard += clock.stood_still(time.monotonic(), timeout_s)
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(65536)
@@ -239,12 +217,13 @@ class IoThread:
                 self._commands.popleft()()
             for link in (self._data, self._control):
                 if link is not None:
-                    self._shake_hands(link)
-                    self._send_unsent(link)
+                    for error in link.denials():
+                        self._deny(link, error)
+                    link.send_unsent()
                     self._drain(link)
-            self._last_heard += clock.stood_still(time.monotonic(), 0.0)
+            self._service.last_heard += clock.stood_still(time.monotonic(), 0.0)
             timeout_s = self._tick()
-            self._post_to_loops()
+            self._posts.send()
         if self._data.welcomed:
             self._data.peer.send(encode(Op.GOODBYE, NO_REQUEST, {}))
 
@@ -252,62 +231,25 @@ class IoThread:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s()
-            if self._data.welcomed and not self._data.unsent:
-                self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
+            if self._data.welcomed and not self._data.is_full:
+                self._data.send(encode(Op.HEARTBEAT, new_token(), {}))
                 if self._unacknowledged:
                     self._acknowledge([])
             for record in list(self.streams.values()):
                 record.settle_idle()
-        self._silent = self._silent or now - self._last_heard > self._timeout_s
-        if self._silent or self._stopped is not None:
-            self._fail_silent(now)
-        return max(0.0, min(self._next_heartbeat - now, self._wait_s() / 4))
-
-    def _wait_s(self) -> float:
-        """How long anybody waits for a sign of life: once it failed to come, later calls only look whether it is back."""
-        return min(PROBE_S, self._timeout_s) if self._silent or self._stopped is not None else self._timeout_s
+        self._service.look(now)
+        if self._service.in_doubt:
+            self._fail(lambda pending: self._service.overdue(now, pending.since))
+        return max(0.0, min(self._next_heartbeat - now, self._service.wait_s / 4))
 
     def _heartbeat_s(self) -> float:
         lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
         return min(lease_s / 4, self._timeout_s / 3, MAX_HEARTBEAT_S)
 
-    def _fail_silent(self, now: float) -> None:
-        def verdict(pending: Pending) -> RolloutError | None:
-            waited_s = now - max(self._last_heard, pending.since)
-            return self._no_answer(waited_s) if waited_s > self._wait_s() else None
+    def _open(self, address: str) -> Link:
+        return Link(self._context.dealer(address, MAX_MESSAGE_BYTES, key=self._key), self._poller, with_key=self._key is not None)
 
-        self._fail(verdict)
-
-    def _no_answer(self, waited_s: float) -> RolloutError:
-        if self._stopped is not None:
-            return ServiceStopping(
-                f"the service at {self.address} has stopped", value=self.address, remedy="start it again, then call again"
-            )
-        quiet_s = time.monotonic() - self._last_heard
-        known = f"; silent for {quiet_s:.1f} s before, so this call waited {waited_s:.1f} s only" if quiet_s > waited_s + PROBE_S else ""
-        return ServerUnavailable(
-            f"no answer from {self.address} within {waited_s:.1f} s",
-            field="address",
-            value=self.address,
-            limit=f"timeout_s is {self._timeout_s:g}{known}",
-            remedy="check that the service runs (python -m rollout check), then connect again",
-        )
-
-    def _watch(self, link: _Link) -> None:
-        self._poller.watch(link.peer)
-        if link.peer.handshakes is not None:
-            self._poller.watch(link.peer.handshakes)
-
-    def _shake_hands(self, link: _Link) -> None:
-        """Fail what waits for a connection that the service will not have."""
-        for ended in link.peer.handshakes.read() if link.peer.handshakes is not None else ():
-            link.cuts = link.cuts + 1 if ended is Handshake.CUT else 0
-            if ended is Handshake.OK:
-                link.denied = None
-            elif ended is not Handshake.CUT or (self._key is not None and link.cuts >= MAX_CUT_HANDSHAKES):
-                self._deny(link, denial(ended, link.peer.address, with_key=self._key is not None))
-
-    def _deny(self, link: _Link, error: RolloutError) -> None:
+    def _deny(self, link: Link, error: RolloutError) -> None:
         link.denied = error
         if link is self._data:
             self._fail(lambda _: error)
@@ -315,10 +257,6 @@ class IoThread:
         for call, control in list(self._calls.values()):
             if control:
                 self._end(call, error)
-
-    def _is_gone(self) -> bool:
-        """Whether a service that is silent or stopped has no socket any more, so that nothing can be answered."""
-        return (self._silent or self._stopped is not None) and missing_socket(self.address) is not None
 
     def _fail(self, verdict: Callable[[Pending], RolloutError | None]) -> None:
         everything: list[Pending] = [self.connected, *(call for call, _ in list(self._calls.values())), *list(self.streams.values())]
@@ -340,7 +278,7 @@ class IoThread:
             self._leave_group(pending)
         pending.error = error
         pending.done = True
-        self._tell(pending)
+        self._posts.tell(pending)
 
     def _leave_group(self, record: StreamRecord) -> None:
         if record.group_id is not None:
@@ -349,25 +287,9 @@ class IoThread:
             if not group:
                 self._groups.pop(record.group_id, None)
 
-    def _tell(self, pending: Pending) -> None:
-        for listener in tuple(pending.listeners):
-            if not (pending.done or listener.each):
-                continue
-            if listener.loop is None:
-                listener.wake()
-            else:
-                self._posts.setdefault(listener.loop, []).append(listener.wake)
-
-    def _post_to_loops(self) -> None:
-        posts, self._posts = self._posts, {}
-        for loop, wakes in posts.items():
-            # A closed loop has nobody left to tell.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_wake_all, wakes)
-
     # Sending
 
-    def _start(self, pending: Pending, link: _Link | None) -> None:
+    def _start(self, pending: Pending, link: Link | None) -> None:
         if pending.done:
             return
         pending.since = time.monotonic()
@@ -376,16 +298,16 @@ class IoThread:
             self._end(pending, too_large)
         elif link is not None and link.denied is not None:
             self._end(pending, link.denied)
-        elif self._is_gone():
-            self._end(pending, self._no_answer(0.0))
+        elif self._service.is_gone:
+            self._end(pending, self._service.no_answer(0.0))
         elif link is None:
             # The control socket is known once the service has said WELCOME.
             self._waiting_for_control.append(pending.frames)
         else:
-            self._send(link, pending.frames)
-            if self._silent or self._stopped is not None:
+            link.send(pending.frames)
+            if self._service.in_doubt:
                 # A generation may be answered late by a service that is back; a heartbeat is answered at once.
-                self._send(self._data, encode(Op.HEARTBEAT, new_token(), {}))
+                self._data.send(encode(Op.HEARTBEAT, new_token(), {}))
 
     def _too_large(self, frames: list[Frame]) -> RolloutError | None:
         """Refuse here what the service's socket would answer by closing the connection, and with it everybody's."""
@@ -400,38 +322,18 @@ class IoThread:
             remedy="send less at once, or start the service with a larger max_message_bytes",
         )
 
-    def _send(self, link: _Link, frames: list[Frame]) -> None:
-        if not link.welcomed:
-            link.queue.append(frames)
-        else:
-            self._send_now(link, frames)
-
-    def _send_now(self, link: _Link, frames: list[Frame]) -> None:
-        if link.unsent or link.peer.send(frames) is not Sent.OK:
-            link.unsent.append(frames)
-            self._poller.watch(link.peer, writable=True)
-
-    def _send_unsent(self, link: _Link) -> None:
-        if not link.unsent:
-            return
-        while link.unsent and link.peer.send(link.unsent[0]) is Sent.OK:
-            link.unsent.popleft()
-        self._poller.watch(link.peer, writable=bool(link.unsent))
-
-    def _hello(self, link: _Link) -> None:
+    def _hello(self, link: Link) -> None:
         """Open a session, or continue ours on this socket."""
-        link.welcomed = False
-        link.hello_id = new_token()
         fields: dict[str, object] = {"name": self._name}
         if self.welcome is not None:
             fields |= {"session": self.welcome.session, "secret": self.welcome.secret}
-        self._send_now(link, encode(Op.HELLO, link.hello_id, fields))
+        link.hello(fields)
 
     # Receiving
 
-    def _drain(self, link: _Link) -> None:
+    def _drain(self, link: Link) -> None:
         while (incoming := link.peer.receive()) is not None:
-            self._last_heard, self._silent = time.monotonic(), False
+            self._service.heard()
             try:
                 packet = decode(incoming.frames, CLIENT_REPLIES)
             except ProtocolMismatch as error:
@@ -453,7 +355,7 @@ class IoThread:
             if call is not None:
                 self._end(call[0], InternalError(f"the service's answer is not understood: {error.what}", limit=error.limit))
 
-    def _take(self, link: _Link, packet: Packet) -> None:
+    def _take(self, link: Link, packet: Packet) -> None:
         if isinstance(packet.body, Deltas):
             self._deltas(packet, packet.body)
         elif packet.op is Op.ALIVE:
@@ -468,11 +370,11 @@ class IoThread:
                 call[0].reply = packet
                 self._end(call[0])
 
-    def _welcomed(self, link: _Link, hello_id: bytes, body: Welcome) -> None:
+    def _welcomed(self, link: Link, hello_id: bytes, body: Welcome) -> None:
         if hello_id != link.hello_id:
             return
         link.welcomed = True
-        self._stopped = None
+        self._service.stopped = None
         if link is self._data:
             resumed = self.welcome is not None
             self.welcome = body
@@ -480,23 +382,21 @@ class IoThread:
             self._next_heartbeat = min(self._next_heartbeat, time.monotonic() + self._heartbeat_s())
             if self._control is None:
                 address = control_address_for(self.address, body.control_address)
-                self._control = _Link(self._context.dealer(address, MAX_MESSAGE_BYTES, key=self._key))
+                self._control = self._open(address)
                 self._control.queue.extend(self._waiting_for_control)
-                self._watch(self._control)
             self._hello(self._control)
             if resumed:
                 self._resume_streams()
             self._end(self.connected)
         self._resend_calls(link)
-        while link.queue:
-            self._send_now(link, link.queue.popleft())
+        link.send_queue()
 
-    def _resend_calls(self, link: _Link) -> None:
+    def _resend_calls(self, link: Link) -> None:
         """Send open calls of this socket again: data calls are idempotent, the front ignores a control call that is open there."""
         queued = {id(frames) for frames in (*link.queue, *self._waiting_for_control)}
         for call, control in list(self._calls.values()):
             if control == (link is self._control) and id(call.frames) not in queued:
-                self._send_now(link, call.frames)
+                link.send_now(call.frames)
 
     def _resume_streams(self) -> None:
         """Continue every stream on the new connection: from its own position, or by its idempotent request."""
@@ -508,7 +408,7 @@ class IoThread:
             if record.length == record.base and id(record.frames_now) not in queued:
                 # The members of a group share one message, which goes once.
                 queued.add(id(record.frames_now))
-                self._send_now(self._data, record.frames_now)
+                self._data.send_now(record.frames_now)
         self._attach(begun)
         for request_id in self._cancelling & self.streams.keys():
             self._send_cancel(self.streams[request_id].wire_id)
@@ -521,9 +421,9 @@ class IoThread:
                 "request_ids": np.frombuffer(b"".join(record.wire_id for record in part), np.uint8).reshape(-1, 16),
                 "offsets": np.array([record.length - record.base for record in part], np.int64),
             }
-            self._send(self._data, encode(Op.ATTACH, new_token(), {}, arrays))
+            self._data.send(encode(Op.ATTACH, new_token(), {}, arrays))
 
-    def _error(self, link: _Link, request_id: bytes, body: ErrorBody) -> None:
+    def _error(self, link: Link, request_id: bytes, body: ErrorBody) -> None:
         error = error_from_fields(body.model_dump())
         if request_id == link.hello_id and not link.welcomed:
             self._hello_refused(link, error)
@@ -531,7 +431,7 @@ class IoThread:
             self._session_lost(link, request_id)
         elif request_id == NO_REQUEST and body.code == ServiceStopping.code:
             # What it still answers is under way; the next look at the clock fails what stays without an answer.
-            self._stopped = error
+            self._service.stopped = error
         elif request_id == NO_REQUEST and body.code == AccessDenied.code:
             self._deny(self._data, error)
         elif request_id == NO_REQUEST:
@@ -542,7 +442,7 @@ class IoThread:
             for one in (pending,) if pending is not None else tuple(self._groups.get(request_id, ())):
                 self._end(one, error)
 
-    def _hello_refused(self, link: _Link, error: RolloutError) -> None:
+    def _hello_refused(self, link: Link, error: RolloutError) -> None:
         if self.welcome is not None and link is self._data and error.code in ("server_restarted", "no_session"):
             self.welcome = None
             link.queue.clear()
@@ -551,7 +451,7 @@ class IoThread:
         else:
             self._fail(lambda _: error)
 
-    def _session_lost(self, link: _Link, request_id: bytes) -> None:
+    def _session_lost(self, link: Link, request_id: bytes) -> None:
         """Say HELLO again on a new connection, then send what it refused."""
         call = self._calls.get(request_id)
         if call is not None:
@@ -571,32 +471,24 @@ class IoThread:
             self._acknowledge(unknown)
 
     def _acknowledge(self, ended: list[bytes]) -> None:
-        self._unacknowledged, self._acknowledged_at = 0, self._last_heard
+        self._unacknowledged, self._acknowledged_at = 0, self._service.last_heard
         arrays = {"request_ids": np.frombuffer(b"".join(ended), np.uint8).reshape(-1, 16)} if ended else None
-        self._send(self._data, encode(Op.ACK, NO_REQUEST, {"seq": self._seq}, arrays))
+        self._data.send(encode(Op.ACK, NO_REQUEST, {"seq": self._seq}, arrays))
 
     def _deltas(self, packet: Packet, body: Deltas) -> None:
         """Take a flush apart: one slice per stream, no work per token."""
-        arrays = packet.arrays
         self._seq = body.seq
-        raw_ids = arrays["request_ids"].tobytes()
-        ends = np.cumsum(arrays["counts"], dtype=np.int64)
-        total = int(ends[-1]) if ends.size else 0
-        fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and _counts_fit(arrays, total)
-        columns = _flush_columns(arrays, total) if fits else None
-        extras = FlushExtras(arrays, body, num_streams=ends.size, num_tokens=total)
-        if columns is None or not extras.fits or any(len(column) != total for column in columns):
+        flush = read_flush(packet.arrays, body)
+        if flush is None:
             log.error("a flush whose arrays do not fit together is dropped")
             return
-        flush = FlushColumns(columns)
-        endings = {ending.index: ending for ending in body.finished}
+        extras, endings = flush.extras, flush.endings
         ended: list[bytes] = []
         gaps: list[StreamRecord] = []
         grown: list[StreamRecord] = []
         start = 0
-        request_ids = [raw_ids[place : place + 16] for place in range(0, len(raw_ids), 16)]
         streams = None if self._continued else self.streams
-        for index, (request_id, offset, end) in enumerate(zip(request_ids, arrays["offsets"].tolist(), ends.tolist())):
+        for index, (request_id, offset, end) in enumerate(zip(flush.request_ids, flush.offsets, flush.ends)):
             # Whatever was continued once has another id now; without any, ids are what callers know.
             record = self._stream(request_id) if streams is None else streams.get(request_id)
             ending = endings.get(index) if endings else None
@@ -608,7 +500,7 @@ class IoThread:
             if extras.scores and record.prompt_score is None:
                 record.prompt_score = extras.scores.get(index)
             kept = extras.kept(start, end) if extras.has_kept else None
-            if not record.append(record.base + offset, flush, start, end, kept):
+            if not record.append(record.base + offset, flush.columns, start, end, kept):
                 gaps.append(record)
             elif ending is None:
                 grown.append(record)
@@ -618,26 +510,12 @@ class IoThread:
                 ended.append(request_id)
                 self._ended(record, ending, extras.texts.get(index))
             start = end
-        self._tell_growth(grown)
+        self._posts.tell_growth(grown)
         self._attach(gaps)
         self._unacknowledged += packet.num_bytes
-        since_s = self._last_heard - self._acknowledged_at
+        since_s = self._service.last_heard - self._acknowledged_at
         if ended or self._unacknowledged >= ACKNOWLEDGE_BYTES or since_s >= ACKNOWLEDGE_S:
             self._acknowledge(ended)
-
-    def _tell_growth(self, grown: list[StreamRecord]) -> None:
-        """Tell who listens to each growth of these streams."""
-        posts = self._posts
-        for record in grown:
-            for wake, loop, each in tuple(record.listeners):
-                if not each:
-                    continue
-                if loop is None:
-                    wake()
-                elif loop in posts:
-                    posts[loop].append(wake)
-                else:
-                    posts[loop] = [wake]
 
     def _ended(self, record: StreamRecord, ending: Ending, text: str | None) -> None:
         """Publish a stream's end, or let it go on where an update cut it."""
@@ -661,32 +539,5 @@ class IoThread:
         record.go_on(ending, wire_id, frames)
         record.since = time.monotonic()
         self._continued[wire_id] = record
-        self._tell(record)
-        self._send(self._data, frames)
-
-
-def _counts_fit(arrays: Arrays, total: int) -> bool:
-    """Tell whether a flush's counts are about the tokens that came; until then nothing is made of their size."""
-    if total != arrays["token_ids"].size or (total and int(arrays["counts"].min()) < 0):
-        return False
-    values, counts = arrays["version_values"], arrays["version_counts"]
-    if values.size != counts.size or (counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= total):
-        return False
-    return int(counts.sum()) == total
-
-
-def _flush_columns(arrays: Arrays, total: int) -> Columns:
-    """Return the token columns of a flush; a column that stays away is all NaN."""
-    missing = np.full(total, np.nan, np.float32)
-    return Columns(
-        arrays["token_ids"],
-        arrays.get("logprobs", missing),
-        arrays.get("raw_logprobs", missing),
-        arrays.get("behaviour_logprobs", missing),
-        np.repeat(arrays["version_values"], arrays["version_counts"]),
-    )
-
-
-def _wake_all(wakes: list[Callable[[], None]]) -> None:
-    for wake in wakes:
-        wake()
+        self._posts.tell(record)
+        self._data.send(frames)
