@@ -61,6 +61,6 @@ def test_the_engine_loads_no_code_once_it_is_up(tmp_path: Path) -> None:
         client.wake()
         push_file(client)
         push_bucket(client)
-        assert client.generate(PROMPT, max_new_tokens=4).versions.tolist() == [client.info().version] * 4
+        assert client.generate(PROMPT, max_new_tokens=4, ignore_eos=True).versions.tolist() == [client.info().version] * 4
         client.stats()
         assert service.findings == ""

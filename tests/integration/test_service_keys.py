@@ -142,8 +142,9 @@ def test_a_plain_or_ancient_greeting_never_reaches_the_service(client: Any) -> N
     curve = signature + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO\x01\0" + bytes(72)
     draw = random.Random(0)
     hellos = [curve + draw.randbytes(draw.choice([120, 120, 7, 300])) for _ in range(40)]
-    for noise in (ancient, plain, null, b"GET / HTTP/1.1\r\n\r\n", bytes(5000), *hellos):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
+    for number, noise in enumerate((ancient, plain, null, b"GET / HTTP/1.1\r\n\r\n", bytes(5000), *hellos, ancient, plain, null)):
+        # The control socket is the next port.
+        with socket.create_connection(("127.0.0.1", port + number % 2), timeout=5) as raw:
             raw.settimeout(0.02)
             with contextlib.suppress(OSError):
                 raw.sendall(noise)

@@ -6,8 +6,11 @@ signals is in `test_rank_losses.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +105,26 @@ def test_a_service_of_two_ranks_answers_as_one_engine_does(service: LocalService
     client.wake()
     assert client.info().health == "ready"
     assert client.generate(PROMPT, max_new_tokens=12, temperature=0.0).ids.tolist() != before
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    return [(one.laddr.ip, one.laddr.port) for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+
+
+def test_whatever_strangers_send_to_the_ports_of_ranks_changes_no_token(service: LocalService, client: Any) -> None:
+    """Collectives need ports: they are on loopback only, and bytes of others disturb nothing."""
+    expected = client.generate(PROMPT, max_new_tokens=100, ignore_eos=True, seed=3).ids.tolist()
+    front, host, rank = processes(service)
+    ports = [*listening(host), *listening(rank)]
+    assert ports and not listening(front) and all(ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for ip, _ in ports), ports
+    starts, draw = client.stats()["host_starts"], random.Random(0)
+    stream = client.stream(PROMPT, max_new_tokens=100, ignore_eos=True, seed=3)
+    next(stream)
+    for number in range(60):
+        with socket.create_connection(ports[number % len(ports)], 5.0) as raw, contextlib.suppress(OSError):
+            raw.sendall(draw.choice((bytes(8), b"\xff" * 8, draw.randbytes(8), draw.randbytes(300), b"GET / HTTP/1.1\r\n\r\n", b"")))
+    assert list(stream)[-1].finished.ids.tolist() == expected
+    assert client.stats()["host_starts"] == starts and client.info().health == "ready"
 
 
 @pytest.mark.timeout(120)
