@@ -132,9 +132,11 @@ def test_a_session_cannot_be_continued_with_another_key_even_by_its_secret(clien
     victim.close()
 
 
-def test_a_plain_or_ancient_greeting_never_reaches_the_service(client: Any) -> None:
+def test_a_plain_or_ancient_greeting_never_reaches_the_service(client: Any, state: Path) -> None:
+    wire = WireClient(client.address, key=read_client_key(KeyFolder(state / "keys").path("local")))
+    ports = [int(address.rsplit(":", 1)[1]) for address in (client.address, wire.welcome.control_address)]
+    wire.close()
     before = client.stats()["messages"]
-    port = int(client.address.rsplit(":", 1)[1])
     ancient = b"\x01\x00" + b"\x06\x00hello" + b"\x06\x00hello"
     signature = b"\xff" + bytes(8) + b"\x7f\x03\x00"
     plain = signature + b"PLAIN".ljust(20, b"\0") + bytes(32) + b"\x04\x0b\x05HELLO\x01a\x01b"
@@ -143,8 +145,7 @@ def test_a_plain_or_ancient_greeting_never_reaches_the_service(client: Any) -> N
     draw = random.Random(0)
     hellos = [curve + draw.randbytes(draw.choice([120, 120, 7, 300])) for _ in range(40)]
     for number, noise in enumerate((ancient, plain, null, b"GET / HTTP/1.1\r\n\r\n", bytes(5000), *hellos, ancient, plain, null)):
-        # The control socket is the next port.
-        with socket.create_connection(("127.0.0.1", port + number % 2), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", ports[number % 2]), timeout=5) as raw:
             raw.settimeout(0.02)
             with contextlib.suppress(OSError):
                 raw.sendall(noise)
