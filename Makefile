@@ -150,7 +150,11 @@ fuzz: $(STAMP)
 	@FUZZ_MUTATIONS="$(FUZZ_MUTATIONS)" "$(PY)" -m pytest tests/fuzz $(TEST_ARGS)
 
 bench: $(STAMP)
-	@"$(PY)" -m tests.bench.$(BENCH) --json
+	@if ! grep -qs '__main__' "tests/bench/$(BENCH).py"; then
+		known=$$(grep -l 'tests.bench.record\|tests.bench import .*record' $$(grep -l '__main__' tests/bench/*.py) | xargs -n1 basename -s .py | paste -sd' ')
+		echo "error: no benchmark is named '$(BENCH)'; known: $$known" >&2; exit 1
+	fi
+	"$(PY)" -m tests.bench.$(BENCH) --json
 
 clean:
 	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi

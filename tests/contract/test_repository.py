@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,3 +179,18 @@ def test_the_pins_cover_every_direct_dependency() -> None:
     pinned = {plain(line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split()}
     assert len(wanted) > 10
     assert not wanted - pinned
+
+
+def test_make_bench_lists_the_benchmarks_where_it_knows_none_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / ".installed").touch()
+    done = subprocess.run(
+        ["make", "bench", "BENCH=nothing", f"VENV={tmp_path}", "SYSTEM_TORCH="], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    known = re.search(r"error: no benchmark is named 'nothing'; known: (.*)", done.stderr)
+    assert known is not None, done.stderr
+    listed = set(known[1].split())
+    bench = ROOT / "tests" / "bench"
+    recorded = {name for path in (bench / "baselines").glob("*.json") if (bench / f"{(name := path.name.partition('-')[0])}.py").exists()}
+    assert len(recorded) > 9 and recorded <= listed, recorded - listed
+    assert not listed & {"record", "loads", "scripted_engine"}

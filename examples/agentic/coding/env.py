@@ -21,7 +21,7 @@ from rollout.agent import Episode, InfrastructureFailure, Start, Step, Turn
 MAX_ATTEMPTS = 3
 MAX_SHOWN_CHARACTERS = 200
 SYSTEM = "You repair Python functions. Answer with the whole corrected function in one ```python block and nothing else."
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,10 @@ class Verdict:
 
 
 def code_of(text: str) -> str:
-    """Return the last code block of a reply, or the whole of a reply without one."""
+    """Return the last whole code block of a reply; where none is whole, the one that was cut off; without any, the reply."""
     blocks = BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    whole = [code for code, end in blocks if end]
+    return (whole or [code for code, _ in blocks] or [text])[-1]
 
 
 def program(task: RepairTask, code: str, mark: str) -> str:

@@ -68,6 +68,7 @@ def test_a_wrong_program_is_told_the_first_thing_that_is_wrong(sandbox: Sandbox,
 
 def test_the_last_block_of_a_reply_is_its_code() -> None:
     assert code_of("Sure:\n```python\na\n```\nor\n```py\nb\n```\nDone") == "b\n"
+    assert code_of("```python\na\n```\nIn another way:\n```python\nb") == "a\n"  # cut by its budget
     assert code_of("```\ncut off") == "cut off" and code_of("def f(): pass") == "def f(): pass"
 
 
