@@ -103,7 +103,7 @@ class ChatFormat:
         bos = self._wrapper.bos_token_id
         added = self._tokenizer.encode("", add_special_tokens=True).ids
         self._bos: int | None = bos if bos is not None and added[:1] == [bos] else None
-        self._shown: dict[str, bool] = {}
+        self._shown: dict[tuple[str, bool], bool] = {}
         self.end_of_turn_id = self._find_end_of_turn()
         self.end_of_turn = None if self.end_of_turn_id is None else self.decode([self.end_of_turn_id])
         self.history = _checked_history(history)
@@ -182,23 +182,23 @@ class ChatFormat:
         """Return the text of ids, control tokens included. For people and parsers: never encode the result."""
         return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
-    def mark(self, messages: Sequence[Message], placeholders: Placeholders) -> list[dict[str, Any]]:
+    def mark(self, messages: Sequence[Message], placeholders: Placeholders, *, after_turn: bool = False) -> list[dict[str, Any]]:
         """Return copies of messages in which untrusted text hides its control tokens behind placeholders. Raises: ChatFormatError."""
-        self._refuse_hidden(messages)
+        self._refuse_hidden(messages, after_turn=after_turn)
         return [self._marked(message, placeholders) for message in messages]
 
-    def _refuse_hidden(self, messages: Sequence[Message]) -> None:
+    def _refuse_hidden(self, messages: Sequence[Message], *, after_turn: bool) -> None:
         """Refuse messages that the template would leave out: the model would not see what its trainer believes it was told."""
         if self._wrapper.chat_template is None:
             return
         for role in (message.get("role") for message in messages if _says_something(message)):
             if not isinstance(role, str):
                 continue  # the template says what it makes of that
-            if role not in self._shown:
-                self._shown[role] = shows(self.render, role)
-            if not self._shown[role]:
+            if (role, after_turn) not in self._shown:
+                self._shown[role, after_turn] = shows(self.render, role, after_turn=after_turn)
+            if not self._shown[role, after_turn]:
                 raise ChatFormatError(
-                    f"the chat template leaves out messages of role {role!r}",
+                    f"the chat template leaves out messages of role {role!r}{' after a turn' if after_turn else ''}",
                     field="messages",
                     value=role,
                     limit="the model sees every message that it is given",

@@ -105,7 +105,7 @@ class Conversation:
 
     def extend(self, messages: Sequence[Message]) -> Continuation:
         """Add what the environment says after the last turn. Raises: ChatFormatError (nothing has changed then)."""
-        marked = self._format.mark(messages, self._placeholders)
+        marked = self._format.mark(messages, self._placeholders, after_turn=True)
         grown = self._messages + marked
         added = self._added(marked)
         text = None

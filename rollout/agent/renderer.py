@@ -116,12 +116,12 @@ def prove_renderer(render: Render, template: str) -> Renderer | None:
     return Renderer(family=family, generation_prompt=prompt, roles=roles, keeps_plain=keeps_plain, keeps_thinking=keeps_thinking)
 
 
-def shows(render: Render, role: str) -> bool:
-    """Return whether a template writes what messages of a role say, first or after a turn; one that refuses them all says so itself."""
+def shows(render: Render, role: str, *, after_turn: bool) -> bool:
+    """Return whether a template writes what messages of a role say, after a turn or anywhere; one that refuses them says so itself."""
     message = {"role": role, "name": "add", "tool_call_id": "call12345", "content": _DIGITS}
     begun = [_USER, {"role": "assistant", "content": "R"}]
     rendered = []
-    for talk in ([*begun, message], [message, _USER], [*begun, message, *begun]):
+    for talk in ([*begun, message], [*begun, message, *begun], [message, _USER])[: 2 if after_turn else 3]:
         with contextlib.suppress(ChatFormatError):
             rendered.append(render(talk))
     return not rendered or any(_DIGITS in text for text in rendered)

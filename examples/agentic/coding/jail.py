@@ -144,6 +144,7 @@ def be_first(plan: dict[str, object], limits: dict[str, int], own_id: int, paren
     """Be process 1: start the program, wait for it and for the orphans of others; returns its status."""
     if not plan["user_namespace"]:
         become(own_id)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a process 1 gets the signals of its own namespace only where it handles them
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     die_with_parent()

@@ -199,8 +199,15 @@ def test_a_message_that_the_template_would_leave_out_is_refused_in_every_way_in(
             conversation.extend([user, result])
         assert conversation.messages == before
         conversation.extend([user, {**result, "content": " "}])  # there is nothing to leave out
+    first_only = ChatFormat(files(CHATML.replace(whole, "{% if message.role != 'system' or loop.first %}" + whole + "{% endif %}")))
+    system = {"role": "system", "content": "Be brief."}
+    conversation = Conversation(first_only, [system, user])
+    conversation.start()
+    conversation.add_reply(np.array(spelled("ok"), np.int32), end_id=None)
+    with pytest.raises(ChatFormatError, match="role 'system' after a turn"):
+        conversation.extend([system, user])
     with pytest.raises(ChatFormatError, match="role 'system'"):
-        Conversation(chat, [{"role": "system", "content": "Be brief."}, user])
+        Conversation(chat, [system, user])
     with pytest.raises(ChatFormatError, match="role 'tool'"):
         chat.prompt_ids([user, result])
 
