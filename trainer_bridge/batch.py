@@ -9,19 +9,36 @@ Invariant: places outside `loss_mask_ST` (prompt, tool text, padding) change nei
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer_bridge.errors import InvalidBatch
+from trainer_bridge.errors import InvalidBatch, shown
 from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.turns import is_count, is_finite, listed
 
 DEFAULT_DDOF = 1
 DEFAULT_EPS = 1e-6
+MAX_MULTIPLE = 2**20
 MIN_RELATIVE_SPREAD = 4 * float(np.finfo(np.float64).eps)
+
+
+def _entries(name: str, given: Any) -> list[Any]:
+    """Return a list's, an array's or a tensor's entries. Raises: InvalidBatch."""
+    flat = getattr(given, "ndim", 1) == 1 and not isinstance(given, (bytes, Mapping, Set))
+    entries = listed(given) if flat else None
+    if entries is None:
+        raise InvalidBatch(
+            f"{name} is {shown(given)}",
+            field=name,
+            value=type(given).__name__,
+            limit="one entry for each member, in one dimension",
+            remedy=f"pass {name} as a list or a flat array",
+        )
+    return given.tolist() if hasattr(given, "tolist") else entries
 
 
 def group_advantages(
@@ -34,6 +51,7 @@ def group_advantages(
     standard deviation: 1 (sample) by default, 0 (population) on request.
     Raises: InvalidBatch.
     """
+    rewards, groups = _entries("rewards", rewards), _entries("groups", groups)
     if len(rewards) != len(groups):
         raise InvalidBatch(
             f"groups has {len(groups)} entries",
@@ -42,21 +60,29 @@ def group_advantages(
             limit=f"rewards has {len(rewards)}",
             remedy="name one group for each reward",
         )
-    if ddof not in (0, 1) or not 0 <= eps < math.inf:
-        raise InvalidBatch(
-            f"ddof={ddof}, eps={eps}", field="ddof", value=ddof, limit="ddof is 0 or 1, eps finite and >= 0", remedy="use the defaults"
-        )
+    if not is_count(ddof) or ddof > 1:
+        raise InvalidBatch(f"ddof={shown(ddof)}", field="ddof", value=ddof, limit="ddof is 0 or 1", remedy="use the default")
+    if not is_finite(eps) or eps < 0:
+        raise InvalidBatch(f"eps={shown(eps)}", field="eps", value=eps, limit="eps is finite and >= 0", remedy="use the default")
+    for place, (reward, group) in enumerate(zip(rewards, groups)):
+        if reward is not None and not is_finite(reward):
+            raise InvalidBatch(
+                f"rewards[{place}]={shown(reward)}",
+                field="rewards",
+                value=reward,
+                limit="rewards are finite numbers",
+                remedy="pass None for a failed member",
+            )
+        if not isinstance(group, Hashable):
+            raise InvalidBatch(
+                f"groups[{place}] is a {type(group).__name__}",
+                field="groups",
+                value=type(group).__name__,
+                limit="groups are hashable keys",
+                remedy="name each group by a number or a text",
+            )
     values = np.array([math.nan if reward is None else float(reward) for reward in rewards], np.float64)
     valid = np.array([reward is not None for reward in rewards], np.bool_)
-    if not np.isfinite(values[valid]).all():
-        place = int(np.flatnonzero(valid & ~np.isfinite(values))[0])
-        raise InvalidBatch(
-            f"rewards[{place}]={rewards[place]}",
-            field="rewards",
-            value=rewards[place],
-            limit="rewards are finite",
-            remedy="pass None for a failed member",
-        )
     places: dict[Hashable, list[int]] = {}
     for place in np.flatnonzero(valid).tolist():
         places.setdefault(groups[place], []).append(place)
@@ -179,6 +205,34 @@ def _columns(sample: TrainingSample, advantage: float, version: int | None) -> d
 _PADDING = {"temperatures_ST": 1.0, "versions_ST": -1, "sequence_ST": -1}
 
 
+def _checked_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return samples as a list. Raises: InvalidBatch."""
+    given = listed(samples)
+    if not given or not all(isinstance(sample, TrainingSample) for sample in given):
+        raise InvalidBatch(
+            f"samples is {shown(samples)}",
+            field="samples",
+            value=type(samples).__name__,
+            limit="a sequence of at least one TrainingSample",
+            remedy="pass the samples of the groups that the source gave",
+        )
+    return given
+
+
+def _check_layout(*, pad_id: object, pad_side: object, packed: object, multiple_of: object, version: object) -> None:
+    """Check how samples are laid out. Raises: InvalidBatch."""
+    checks = (
+        ("pad_id", pad_id, is_count(pad_id) and pad_id < 2**31, "a token id"),  # type: ignore[operator]
+        ("pad_side", pad_side, isinstance(pad_side, str) and pad_side in ("left", "right"), "'left' or 'right'"),
+        ("packed", packed, isinstance(packed, (bool, np.bool_)), "True or False"),
+        ("multiple_of", multiple_of, is_count(multiple_of) and 1 <= multiple_of <= MAX_MULTIPLE, f"an integer from 1 to {MAX_MULTIPLE}"),  # type: ignore[operator]
+        ("version", version, version is None or (is_count(version) and version < 2**63), "an integer of at least 0, or None"),  # type: ignore[operator]
+    )
+    for name, value, ok, limit in checks:
+        if not ok:
+            raise InvalidBatch(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy="use the default")
+
+
 def collate(
     samples: Sequence[TrainingSample],
     advantages: Sequence[float] | np.ndarray | None = None,
@@ -195,18 +249,17 @@ def collate(
     `multiple_of`. `version`, usually the trainer's current one, fills `exact_ST`.
     Raises: InvalidBatch.
     """
-    if pad_side not in ("left", "right") or multiple_of < 1:
-        raise InvalidBatch(
-            f"pad_side={pad_side!r}, multiple_of={multiple_of}",
-            field="pad_side",
-            value=pad_side,
-            limit="pad_side is 'left' or 'right', multiple_of >= 1",
-            remedy="use the defaults",
-        )
-    values = sample_advantages(samples) if advantages is None else np.asarray(advantages, np.float64)
+    samples = _checked_samples(samples)
+    _check_layout(pad_id=pad_id, pad_side=pad_side, packed=packed, multiple_of=multiple_of, version=version)
+    try:
+        values = sample_advantages(samples) if advantages is None else np.asarray(advantages, np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, InvalidBatch):
+            raise
+        values = np.full(0, math.nan)
     if values.shape != (len(samples),) or not np.isfinite(values).all():
         raise InvalidBatch(
-            f"advantages has shape {values.shape} or holds non-finite numbers",
+            f"advantages={shown(advantages)} has shape {values.shape} or holds what is no finite number",
             field="advantages",
             value=str(values.shape),
             limit=f"one finite number for each of the {len(samples)} samples",

@@ -26,6 +26,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+MAX_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """Return a value as an error's text shows it: its repr, bounded; never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has no text, and a stranger's repr may fail
+        text = f"<{type(value).__name__} without a text>"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
 
 class BridgeError(Exception):
     """Base of all bridge errors; ``str(error)`` is "<what>; <limit or cause>; <remedy>"."""

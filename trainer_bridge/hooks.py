@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainer_bridge.errors import InvalidOption
+from trainer_bridge.errors import InvalidOption, shown
 from trainer_bridge.weights.push import PushReport, WeightPush
 
 
@@ -25,7 +25,7 @@ def after_step_hook(
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise InvalidOption(
-            f"every={every!r}", field="every", value=every, limit="an integer of at least 1", remedy="every=1 pushes after each step"
+            f"every={shown(every)}", field="every", value=every, limit="an integer of at least 1", remedy="every=1 pushes after each step"
         )
     steps = 0
 

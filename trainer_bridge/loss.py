@@ -7,15 +7,18 @@ filtered tokens without. Invariant: places outside the mask change neither loss 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trainer_bridge.batch import Batch
-from trainer_bridge.errors import KeptSetsMissing
+from trainer_bridge.errors import InvalidBatch, KeptSetsMissing, shown
+from trainer_bridge.turns import is_count, is_finite
 
 MAX_LOG_RATIO = 20.0
+MAX_CLIP = 1e9
 
 
 def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = True) -> torch.Tensor:
@@ -24,7 +27,18 @@ def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = 
     `logits_STV` is the model's output for `batch.ids_ST`; place t is predicted by the output at t - 1, divided by the
     temperature it was sampled with. Only sampled places are computed. A place with a kept set is renormalised over it;
     `over_kept=False` takes the whole vocabulary everywhere.
+    Raises: InvalidBatch for logits that do not belong to the batch.
     """
+    sequences, places = batch.ids_ST.shape
+    fits = isinstance(logits_STV, torch.Tensor) and logits_STV.ndim == 3 and logits_STV.shape[:2] == (sequences, places)
+    if not fits or not logits_STV.is_floating_point() or logits_STV.shape[2] <= int(batch.ids_ST.max()):
+        raise InvalidBatch(
+            f"logits are {_kind(logits_STV)}",
+            field="logits_STV",
+            value=_kind(logits_STV),
+            limit=f"floats of shape [{sequences}, {places}, V], V above the largest id {int(batch.ids_ST.max())}",
+            remedy="pass the model's whole output for batch.ids_ST, not shifted",
+        )
     predicted_S, predicted_T = torch.nonzero(batch.loss_mask_ST, as_tuple=True)
     temperatures = batch.temperatures_ST[predicted_S, predicted_T]
     logits = logits_STV[predicted_S, predicted_T - 1].float() / temperatures[:, None]
@@ -34,6 +48,23 @@ def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = 
     else:
         chosen = torch.log_softmax(logits, dim=-1).gather(-1, ids)[:, 0]
     return torch.zeros(batch.ids_ST.shape, dtype=torch.float32, device=logits_STV.device).index_put((predicted_S, predicted_T), chosen)
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _check_places(new_logprobs_ST: torch.Tensor, batch: Batch) -> None:
+    """Refuse what would only broadcast against the batch. Raises: InvalidBatch."""
+    fits = isinstance(new_logprobs_ST, torch.Tensor) and new_logprobs_ST.shape == batch.ids_ST.shape
+    if not fits or not new_logprobs_ST.is_floating_point():
+        raise InvalidBatch(
+            f"new log-probabilities are {_kind(new_logprobs_ST)}",
+            field="new_logprobs_ST",
+            value=_kind(new_logprobs_ST),
+            limit=f"floats of the batch's shape {list(batch.ids_ST.shape)}",
+            remedy="pass token_logprobs(logits, batch) of this batch",
+        )
 
 
 def _log_mass(logits: torch.Tensor, counts: torch.Tensor, kept_ids: torch.Tensor) -> torch.Tensor:
@@ -67,7 +98,7 @@ def policy_loss(
     log-probabilities, that is, against the policy which really drew the tokens, however old; beyond a log ratio of +-20 a token
     has no gradient. `num_tokens` defaults to the
     batch's own count; give the whole step's count to micro-batches.
-    Raises: KeptSetsMissing. Source: clipped surrogate objective, arXiv 1707.06347.
+    Raises: KeptSetsMissing, InvalidBatch. Source: clipped surrogate objective, arXiv 1707.06347.
     """
     if batch.num_without_kept:
         raise KeptSetsMissing(
@@ -77,6 +108,19 @@ def policy_loss(
             limit="a ratio needs both policies over the ids that could be drawn",
             remedy="sample with return_kept_ids=True and top_k of 1 to 64 (serve --kept-ids), or without filters",
         )
+    _check_places(new_logprobs_ST, batch)
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+        bounded = is_finite(value) and 0 <= float(value) <= MAX_CLIP
+        if not bounded and not (isinstance(value, float) and value == math.inf):
+            raise InvalidBatch(f"{name}={shown(value)}", field=name, value=value, limit="a number of at least 0", remedy="use 0.2")
+    if num_tokens is not None and (not is_count(num_tokens) or not 1 <= num_tokens < 2**53):
+        raise InvalidBatch(
+            f"num_tokens={shown(num_tokens)}",
+            field="num_tokens",
+            value=num_tokens,
+            limit="an integer of at least 1",
+            remedy="pass the whole step's number of sampled tokens",
+        )
     mask = batch.loss_mask_ST
     zero = torch.zeros((), dtype=torch.float32, device=new_logprobs_ST.device)
     # `where` and not a product: garbage outside the mask may be NaN or infinite, and 0 * NaN is NaN in loss and gradient.
@@ -85,10 +129,10 @@ def policy_loss(
     # exp overflows float32 above 88, and an infinite ratio makes NaN of the gradients of all tokens. Within the bounds the
     # clamp changes no bit of value or gradient; beyond them the gradient is 0.
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = ratio.clamp(1 - float(clip_low), 1 + float(clip_high))
     objective = torch.where(mask, torch.minimum(ratio * advantages, clipped * advantages), zero)
     count = max(1, batch.num_loss_tokens)
-    loss = -objective.sum() / max(1, count if num_tokens is None else num_tokens)
+    loss = -objective.sum() / (count if num_tokens is None else num_tokens)
     with torch.no_grad():
         clips = mask & (clipped * advantages < ratio * advantages)
         mean_ratio = float(torch.where(mask, ratio, zero).sum() / count)
@@ -134,7 +178,9 @@ def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch, *, over_kept: bool 
 
     `over_kept` is what `token_logprobs` was given. Over a kept set the like quantity is the behaviour log-probability, unless
     penalties or biases changed it too: such tokens are left out here, and compared with `over_kept=False`.
+    Raises: InvalidBatch.
     """
+    _check_places(new_logprobs_ST, batch)
     with torch.no_grad():
         kept = (batch.kept_counts_ST > 0) & over_kept
         reported = torch.where(kept, batch.behaviour_logprobs_ST, batch.logprobs_ST)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer_bridge.errors import InvalidOption
+from trainer_bridge.errors import InvalidOption, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class SourceOptions:
     def __post_init__(self) -> None:
         if isinstance(self.outage_s, bool) or not isinstance(self.outage_s, int | float) or not 0 < self.outage_s < math.inf:
             raise InvalidOption(
-                f"outage_s={self.outage_s!r}",
+                f"outage_s={shown(self.outage_s)}",
                 field="outage_s",
                 value=self.outage_s,
                 limit="a finite number of seconds above 0",
@@ -39,9 +39,13 @@ class SourceOptions:
             value, least = getattr(self, name), 0 if name in ("max_staleness", "fresh_groups") else 1
             if name == "epochs" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
                 raise InvalidOption(
-                    f"{name}={value!r}", field=name, value=value, limit=f"an integer of at least {least}", remedy=f"raise {name}"
+                    f"{name}={shown(value)}",
+                    field=name,
+                    value=value,
+                    limit=f"an integer from {least} to 2**31 - 1",
+                    remedy=f"set {name} within it",
                 )
         if self.fresh_groups > self.max_ahead:
             raise InvalidOption(

@@ -9,15 +9,14 @@ exists is complete at every sampled place; a missing value is an error, never 0.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trainer_bridge.errors import InvalidSample
-from trainer_bridge.turns import RowLike, TurnSpan
+from trainer_bridge.errors import InvalidSample, shown
+from trainer_bridge.turns import RowLike, TurnSpan, is_count, is_finite, listed
 
 NO_VERSION = -1
 
@@ -35,7 +34,10 @@ TRAINABLE = frozenset({SampleStatus.FINISHED, SampleStatus.TRUNCATED})
 
 
 def _array(name: str, value: Any, dtype: type[np.generic], length: int | None) -> np.ndarray:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # rows of several lengths, numbers without end
+        array = np.empty((0, 0), np.object_)
     wanted = "iu" if np.issubdtype(dtype, np.integer) else ("b" if dtype is np.bool_ else "fiu")
     if array.ndim != 1 or (array.size and array.dtype.kind not in wanted):
         raise InvalidSample(
@@ -97,7 +99,7 @@ class TrainingSample:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("status", SampleStatus(self.status))
+        put("status", self._known_status())
         put("ids", _array("ids", self.ids, np.int32, None))
         if not len(self.ids) and self.status in TRAINABLE:
             raise InvalidSample(
@@ -113,7 +115,7 @@ class TrainingSample:
         put("versions", _array("versions", self.versions, np.int64, length))
         if self.behaviour_logprobs is not None:
             put("behaviour_logprobs", _array("behaviour_logprobs", self.behaviour_logprobs, np.float32, length))
-        put("turns", tuple(self.turns))
+        self._check_member()
         if len(self.ids):
             self._check_places()
         self._check_turns()
@@ -122,6 +124,47 @@ class TrainingSample:
             put("kept_ids", _array("kept_ids", [] if self.kept_ids is None else self.kept_ids, np.int32, None))
             self._check_kept()
         self._check_reward()
+
+    def _known_status(self) -> SampleStatus:
+        if not isinstance(self.status, str) or self.status not in set(SampleStatus):
+            raise InvalidSample(
+                f"status={shown(self.status)}",
+                field="status",
+                value=shown(self.status),
+                limit=f"known: {', '.join(SampleStatus)}",
+                remedy="pass a SampleStatus",
+            )
+        return SampleStatus(self.status)
+
+    def _check_member(self) -> None:
+        try:
+            hash(self.group_id)
+        except TypeError:
+            raise InvalidSample(
+                f"group_id is a {type(self.group_id).__name__}",
+                field="group_id",
+                value=type(self.group_id).__name__,
+                limit="a hashable key is needed",
+                remedy="name the group by a number or a text",
+            ) from None
+        if not is_count(self.member):
+            raise InvalidSample(
+                f"member={shown(self.member)}",
+                field="member",
+                value=self.member,
+                limit="an integer of at least 0",
+                remedy="number the members of a group",
+            )
+        turns = listed(self.turns)
+        if turns is None or not all(isinstance(turn, TurnSpan) for turn in turns):
+            raise InvalidSample(
+                f"turns is {shown(self.turns)}",
+                field="turns",
+                value=type(self.turns).__name__,
+                limit="a sequence of TurnSpan is needed",
+                remedy="give one TurnSpan for each sampled turn",
+            )
+        object.__setattr__(self, "turns", tuple(turns))
 
     def _check_places(self) -> None:
         if self.ids.min() < 0:
@@ -170,19 +213,11 @@ class TrainingSample:
         for turn in self.turns:
             if not 0 < turn.start < turn.end <= len(self.ids) or covered[turn.start :].any():
                 raise InvalidSample(
-                    f"turn {turn.start}:{turn.end} does not fit the row",
+                    f"turn {shown(turn.start)}:{shown(turn.end)} does not fit the row",
                     field="turns",
                     value=(turn.start, turn.end),
                     limit=f"turns are in order, apart, not empty and below {len(self.ids)}",
                     remedy="give one TurnSpan for each sampled turn",
-                )
-            if not math.isfinite(turn.temperature) or turn.temperature < 0:
-                raise InvalidSample(
-                    f"temperature={turn.temperature} of turn {turn.start}:{turn.end}",
-                    field="temperature",
-                    value=turn.temperature,
-                    limit="a finite number >= 0",
-                    remedy="pass the temperature that the turn was sampled with",
                 )
             covered[turn.start : turn.end] = True
         if not np.array_equal(covered, self.mask):
@@ -231,9 +266,9 @@ class TrainingSample:
                     remedy="score it, or give it the status failed",
                 )
             return
-        if isinstance(self.reward, bool) or not math.isfinite(float(self.reward)):
+        if not is_finite(self.reward):
             raise InvalidSample(
-                f"reward={self.reward!r}",
+                f"reward={shown(self.reward)}",
                 field="reward",
                 value=self.reward,
                 limit="a finite number is needed",

@@ -19,13 +19,37 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from trainer_bridge.errors import InvalidOption, SourceClosed
+from trainer_bridge.errors import InvalidOption, SourceClosed, shown
 from trainer_bridge.flight import GroupFlight
 from trainer_bridge.groups import GroupTask, P, RolloutGroup
 from trainer_bridge.options import SourceOptions, SourceStats
 from trainer_bridge.samples import TrainingSample
+from trainer_bridge.turns import is_finite
 
 T = TypeVar("T")
+
+
+def _min_valid(group_size: object) -> int:
+    return min(2, group_size) if isinstance(group_size, int) and group_size >= 1 else 1
+
+
+def _check_arguments(prompts: object, run_group: object, version: object, safe_point: object, seed: object, poll_s: object) -> None:
+    """Check what `SourceOptions` does not hold. Raises: InvalidOption."""
+    try:
+        iterable = iter(prompts) is not None  # type: ignore[call-overload]
+    except TypeError:
+        iterable = False
+    checks = (
+        ("prompts", prompts, iterable, "a sequence or an iterator of prompts", "pass [prompt] for a single one"),
+        ("run_group", run_group, callable(run_group), "an async function of a GroupTask", "make it with each_member(play)"),
+        ("version", version, callable(version), "a function without arguments", "pass lambda: push.version"),
+        ("safe_point", safe_point, safe_point is None or callable(safe_point), "a function without arguments", "pass push.push_if_needed"),
+        ("seed", seed, isinstance(seed, int) and not isinstance(seed, bool), "an integer", "pass an int"),
+        ("poll_s", poll_s, is_finite(poll_s) and 0 < poll_s <= 3600, "seconds above 0, at most 3600", "leave poll_s at 0.25"),  # type: ignore[operator]
+    )
+    for name, value, ok, limit, remedy in checks:
+        if not ok:
+            raise InvalidOption(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy=remedy)
 
 
 class RolloutSource(Generic[P]):
@@ -64,12 +88,13 @@ class RolloutSource(Generic[P]):
         poll_s: float = 0.25,
         outage_s: float = 60.0,
     ):
+        _check_arguments(prompts, run_group, version, safe_point, seed, poll_s)
         options = SourceOptions(
             group_size=group_size,
             max_staleness=max_staleness,
             max_ahead=max_ahead,
             fresh_groups=fresh_groups,
-            min_valid_members=min(2, group_size) if min_valid_members is None else min_valid_members,
+            min_valid_members=_min_valid(group_size) if min_valid_members is None else min_valid_members,
             max_attempts=max_attempts,
             epochs=epochs,
             outage_s=outage_s,
@@ -161,7 +186,7 @@ class RolloutSource(Generic[P]):
     def _check_count(self, n_groups: int) -> None:
         if isinstance(n_groups, bool) or not isinstance(n_groups, int) or not 1 <= n_groups <= self._max_ahead:
             raise InvalidOption(
-                f"n_groups={n_groups!r}",
+                f"n_groups={shown(n_groups)}",
                 field="n_groups",
                 value=n_groups,
                 limit=f"1 to max_ahead={self._max_ahead}: no more groups are ever in flight or ready",

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer_bridge.errors import InvalidState
+from trainer_bridge.errors import InvalidState, shown
 
 STATE_FORMAT = 2
 KEYS = frozenset({"format", "seed", "cursor", "prompts", "pending", "delivered"})
 
 
 def _refusal(field: str, value: object, limit: str) -> InvalidState:
-    return InvalidState(f"{field}={value!r}", field=field, value=value, limit=limit, remedy="load what state_dict() returned")
+    return InvalidState(f"{field}={shown(value)}", field=field, value=value, limit=limit, remedy="load what state_dict() returned")
 
 
 def _is_count(value: object) -> bool:

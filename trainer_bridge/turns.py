@@ -5,11 +5,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
+
+from trainer_bridge.errors import InvalidSample, shown
+
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is an integer of at least 0."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number, or an array of no dimension with one, that a float can be."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def listed(value: Any) -> list[Any] | None:
+    """Return what a value holds, None for one that cannot be gone through."""
+    try:
+        return list(value)
+    except TypeError:
+        return None
+
+
+def _are_spans(spans: object) -> bool:
+    """Whether these are (first place, version) runs in order."""
+    if not isinstance(spans, (tuple, list)) or not all(isinstance(span, (tuple, list)) and len(span) == 2 for span in spans):
+        return False
+    return all(is_count(part) for span in spans for part in span) and all(one[0] < other[0] for one, other in pairwise(spans))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +66,23 @@ class TurnSpan:
     filtered: bool = False
     shaped: bool = False
     forced_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end", "forced_tokens"):
+            self._require(name, is_count(getattr(self, name)), "an integer of at least 0")
+        self._require(
+            "temperature", is_finite(self.temperature) and 0 <= float(self.temperature) <= MAX_TEMPERATURE, "a finite number >= 0"
+        )
+        for name in ("filtered", "shaped"):
+            self._require(name, isinstance(getattr(self, name), (bool, np.bool_)), "True or False")
+        self._require("kv_spans", _are_spans(self.kv_spans), "(first place, version) pairs of integers of at least 0, in order")
+
+    def _require(self, name: str, ok: bool, limit: str) -> None:
+        if not ok:
+            value = getattr(self, name)
+            raise InvalidSample(
+                f"{name}={shown(value)} of a turn", field=name, value=value, limit=limit, remedy="make turns from what the rollout reported"
+            )
 
     def first_foreign_place(self, version: int) -> int:
         """Return the first place whose KV another version computed, `end` if there is none."""

@@ -1,0 +1,152 @@
+"""What a trainer may get wrong: every argument is taken or refused by name, and no shape that would only broadcast goes through."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.hostile_values import HOSTILE_VALUES, check_refusal
+from tests.unit.trainer_bridge.fakes import make_sample
+from trainer_bridge import InvalidBatch, InvalidOption, InvalidSample, RolloutSource, TrainingSample, TurnSpan
+from trainer_bridge.batch import Batch, collate, group_advantages, sample_advantages
+from trainer_bridge.errors import BridgeError
+from trainer_bridge.loss import logprob_gap, policy_loss, token_logprobs
+
+VOCAB = 32
+GIVEN = {name: getattr(make_sample(), name) for name in TrainingSample.__dataclass_fields__}
+TENSORS: tuple[Any, ...] = (torch.zeros(2), torch.tensor([1.0, math.nan]), torch.tensor([[1.0, 2.0]]), torch.tensor(1))
+VALUES = (*HOSTILE_VALUES, *TENSORS)
+
+
+def two() -> list[TrainingSample]:
+    return [make_sample(reward=0.0), make_sample(reward=1.0, member=1, seed=1)]
+
+
+async def _no_group(_task: Any) -> list[TrainingSample]:
+    return []
+
+
+@pytest.mark.parametrize("field", GIVEN)
+def test_a_sample_takes_or_refuses_whatever_a_field_is_given(field: str) -> None:
+    for number, value in enumerate(VALUES):
+        try:
+            sample = TrainingSample(**{**GIVEN, field: value})
+            collate([sample], [1.0], version=0)
+            sample_advantages([sample])
+        except BridgeError as error:
+            check_refusal(error, (field, number))
+
+
+@pytest.mark.parametrize("field", TurnSpan.__dataclass_fields__)
+def test_a_turn_takes_or_refuses_whatever_a_field_is_given(field: str) -> None:
+    for number, value in enumerate(VALUES):
+        try:
+            turn = TurnSpan(**{"start": 3, "end": 5, field: value})
+            collate([TrainingSample(**{**GIVEN, "turns": (turn,)})], [1.0], version=0)
+        except InvalidSample as error:
+            check_refusal(error, (field, number))
+
+
+@pytest.mark.parametrize("spans", ["ab", [(0,)], [(0, 1, 2)], [(3, 0), (1, 1)], [(0, 0), (0, 1)], [(-1, 0)], [(0, 1.5)], [(0, True)]])
+def test_kv_spans_that_are_no_runs_in_order_are_refused(spans: Any) -> None:
+    with pytest.raises(InvalidSample, match="kv_spans"):
+        TurnSpan(start=3, end=5, kv_spans=spans)
+
+
+@pytest.mark.parametrize("reward", ["1", True, np.True_, [1.0], math.nan, 10**400, torch.tensor([1.0, 2.0])])
+def test_a_reward_is_one_finite_number(reward: Any) -> None:
+    with pytest.raises(InvalidSample, match="give a broken score the status failed") as refusal:
+        make_sample(reward=reward)
+    assert refusal.value.field == "reward"
+
+
+@pytest.mark.parametrize("reward", [1, np.float32(0.5), torch.tensor(0.25), np.array(2)])
+def test_a_number_of_another_library_is_a_reward(reward: Any) -> None:
+    assert make_sample(reward=reward).reward == float(reward)
+
+
+@pytest.mark.parametrize("name", ["samples", "advantages", "pad_id", "pad_side", "packed", "multiple_of", "version"])
+def test_collate_takes_or_refuses_whatever_it_is_given(name: str) -> None:
+    for number, value in enumerate(VALUES):
+        try:
+            collate(**{"samples": two(), name: value})
+        except InvalidBatch as error:
+            check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("name", ["rewards", "groups", "ddof", "eps", "reward", "group"])
+def test_advantages_take_or_refuse_whatever_they_are_given(name: str) -> None:
+    for number, value in enumerate(VALUES):
+        given: dict[str, Any] = {"rewards": [0.0, 1.0], "groups": [0, 0]}
+        given |= {"rewards": [0.0, value]} if name == "reward" else {"groups": [0, value]} if name == "group" else {name: value}
+        try:
+            assert np.isfinite(group_advantages(**given)).all()
+        except InvalidBatch as error:
+            check_refusal(error, (name, number))
+
+
+def test_rewards_and_groups_may_be_tensors() -> None:
+    expected = group_advantages([0.0, 1.0, 5.0], [3, 3, 4])
+    assert np.array_equal(group_advantages(torch.tensor([0.0, 1.0, 5.0]), torch.tensor([3, 3, 4])), expected)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return collate(two())
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        torch.zeros(2, 5, 3), torch.zeros(5, VOCAB), torch.zeros(2, 4, VOCAB), torch.zeros(2, 6, VOCAB), torch.zeros(1, 5, VOCAB),
+        torch.zeros(3, 5, VOCAB), torch.zeros(2, 5, VOCAB, dtype=torch.int64), np.zeros((2, 5, VOCAB)), None, torch.zeros(0),
+    ],
+)  # fmt: skip
+def test_logits_that_do_not_belong_to_the_batch_are_refused(batch: Batch, logits: Any) -> None:
+    with pytest.raises(InvalidBatch, match=r"shape \[2, 5, V\].*not shifted") as refusal:
+        token_logprobs(logits, batch)
+    check_refusal(refusal.value, logits is None)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        torch.zeros(2, 5, VOCAB), torch.zeros(5), torch.zeros(1, 5), torch.zeros(2, 1), torch.tensor(0.0), torch.zeros(2, 4),
+        torch.zeros(2, 6), torch.zeros(2, 5, dtype=torch.int64), np.zeros((2, 5)), None,
+    ],
+)  # fmt: skip
+def test_logprobs_that_would_only_broadcast_are_refused(batch: Batch, new: Any) -> None:
+    for use in (policy_loss, logprob_gap):
+        with pytest.raises(InvalidBatch, match=r"batch's shape \[2, 5\].*token_logprobs") as refusal:
+            use(new, batch)
+        check_refusal(refusal.value, new is None)
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "num_tokens"])
+def test_the_loss_takes_or_refuses_whatever_its_options_are_given(batch: Batch, name: str) -> None:
+    new = token_logprobs(torch.zeros(2, 5, VOCAB), batch)
+    for number, value in enumerate(VALUES):
+        try:
+            assert math.isfinite(float(policy_loss(new, batch, **{name: value}).loss)), (name, number)
+        except InvalidBatch as error:
+            check_refusal(error, (name, number))
+    for bad in (0, -1, math.nan, True):
+        with pytest.raises(InvalidBatch, match="num_tokens"):
+            policy_loss(new, batch, num_tokens=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prompts", "run_group", "group_size", "version", "max_staleness", "max_ahead", "fresh_groups", "min_valid_members", "max_attempts",
+     "epochs", "seed", "safe_point", "poll_s", "outage_s"],
+)  # fmt: skip
+def test_a_source_takes_or_refuses_whatever_it_is_given(name: str) -> None:
+    for number, value in enumerate(VALUES):
+        try:
+            RolloutSource(**{"prompts": [1, 2], "run_group": _no_group, "group_size": 2, "version": lambda: 0, name: value}).close()
+        except InvalidOption as error:
+            check_refusal(error, (name, number))
