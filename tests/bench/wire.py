@@ -7,6 +7,7 @@ every 16th delta behind a first sixteenth of each stream. `single`: one token pe
 join on their way while a reader is behind. Not timed: start, one warm-up each; what imports left is kept from the collector. The
 peer sends the same content as server-sent events (uvicorn, starlette) to 256 connections of one event loop, one token or 64 per
 event, as fast as it goes, and is compared with what goes as fast as it can as well. Medians of the repeats.
+`--encrypted` measures TCP with CURVE in place of a local socket.
 
     python -m tests.bench.wire --json
 """
@@ -84,8 +85,10 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def measure_service(folder: str, mode: str, *, tokens: int, repeats: int, step_ms: float = STEP_MS) -> dict[str, Any]:
-    """Return the medians of one mode."""
+def measure_service(
+    folder: str, mode: str, *, tokens: int, repeats: int, step_ms: float = STEP_MS, address: str | None = None
+) -> dict[str, Any]:
+    """Return the medians of one mode; without an address on a local socket, over TCP encrypted."""
     bulk = mode == "bulk"
     engine_options = {
         "step_ms": step_ms if mode == "paced" else 0.0,
@@ -99,7 +102,7 @@ def measure_service(folder: str, mode: str, *, tokens: int, repeats: int, step_m
         "max_prefill_tokens": 8192,
     }
     rates, rows = [], []
-    with scripted_service(folder, engine_options=engine_options, timeout_s=30.0) as client:
+    with scripted_service(folder, engine_options=engine_options, timeout_s=30.0, address=address) as client:
         front = psutil.Process(front_pid())
         processes = (front, front.children()[0], psutil.Process())
         asyncio.run(run_streams(client.aio, min(tokens, 512)))
@@ -207,7 +210,7 @@ def measure_sse(mode: str, *, tokens: int, repeats: int) -> dict[str, Any]:
     return {"mode": mode, "by": "sse", **{name: statistics.median(row[name] for row in rows) for name in rows[0]}}
 
 
-def measure(*, bulk_tokens: int, paced_tokens: int, repeats: int, sse: bool) -> list[dict[str, Any]]:
+def measure(*, bulk_tokens: int, paced_tokens: int, repeats: int, sse: bool, address: str | None = None) -> list[dict[str, Any]]:
     """Return one row per mode and way."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +220,7 @@ def measure(*, bulk_tokens: int, paced_tokens: int, repeats: int, sse: bool) -> 
             ("bulk", bulk_tokens, bulk_tokens // 16),
             ("single", bulk_tokens // 4, paced_tokens // 5),
         ):
-            row = measure_service(folder, mode, tokens=tokens, repeats=repeats)
+            row = measure_service(folder, mode, tokens=tokens, repeats=repeats, address=address)
             if sse and peer_tokens:
                 peer = measure_sse(mode, tokens=peer_tokens, repeats=repeats)
                 row["ratio_to_sse"] = row["tokens_per_s"] / peer["tokens_per_s"]
@@ -249,9 +252,19 @@ def main() -> None:
     parser.add_argument("--paced-tokens", type=int, default=1_024, help="tokens of a stream when paced")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-sse", action="store_true", help="leave the peer out")
+    parser.add_argument("--encrypted", action="store_true", help="over TCP on loopback with CURVE, and not over a local socket")
     options = parser.parse_args()
-    rows = measure(bulk_tokens=options.bulk_tokens, paced_tokens=options.paced_tokens, repeats=options.repeats, sse=not options.no_sse)
-    config = {"streams": STREAMS, "tokens_per_flush": {"bulk": BULK_TOKENS, "paced": 1}, "step_ms": STEP_MS, "limits": LIMITS}
+    address = "tcp://127.0.0.1:0" if options.encrypted else None
+    rows = measure(
+        address=address, bulk_tokens=options.bulk_tokens, paced_tokens=options.paced_tokens, repeats=options.repeats, sse=not options.no_sse
+    )
+    config = {
+        "streams": STREAMS,
+        "tokens_per_flush": {"bulk": BULK_TOKENS, "paced": 1},
+        "step_ms": STEP_MS,
+        "limits": LIMITS,
+        "encrypted": options.encrypted,
+    }
     publish("wire", {**config, "repeats": options.repeats}, rows, options)
     failures = missed(rows)
     if failures:
