@@ -29,7 +29,7 @@ from areno.canary import CanaryProof
 from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.current_device import current_device, on_device
 from areno.device_errors import LESS_MEMORY, device_errors, device_failure
-from areno.errors import InvalidRequest, RequestTooLong
+from areno.errors import InvalidConfig, InvalidRequest, RequestTooLong
 from areno.info import EngineInfo
 from areno.models.model_config import ModelConfig, read_model_config
 from areno.models.shards import check_tp, shard_model
@@ -65,6 +65,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, beside: Engine | None = None, dedicated: bool = False, ranks: Ranks | None = None) -> None:
+        if not isinstance(config, EngineConfig):
+            raise InvalidConfig(
+                f"config is a {type(config).__name__}",
+                field="config",
+                value=type(config).__name__,
+                limit="an EngineConfig, which is checked when it is made",
+                remedy="pass EngineConfig(model=...)",
+            )
         model_config, device = read_model_config(Path(config.model)), find_device(config.device)
         check_tp(model_config, config.tp)
         self._ranks: Ranks = ranks or start_ranks(config, device, dedicated=dedicated)

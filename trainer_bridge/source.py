@@ -99,6 +99,23 @@ class RolloutSource(Generic[P]):
             epochs=epochs,
             outage_s=outage_s,
         )
+        for name, given in (("run_group", run_group), ("version", version), ("safe_point", safe_point)):
+            if not callable(given) and not (name == "safe_point" and given is None):
+                raise InvalidOption(
+                    f"{name} is a {type(given).__name__}",
+                    field=name,
+                    value=type(given).__name__,
+                    limit="a function, called again and again",
+                    remedy="pass version=lambda: push.version" if name == "version" else f"pass the function {name}",
+                )
+        if not isinstance(prompts, Iterable) and not hasattr(prompts, "__getitem__"):
+            raise InvalidOption(
+                f"prompts is a {type(prompts).__name__}",
+                field="prompts",
+                value=type(prompts).__name__,
+                limit="an iterable of prompts",
+                remedy="pass range(n) where a prompt is just a seed",
+            )
         self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=version, options=options, seed=seed)
         self._max_ahead = max_ahead
         self._safe_point, self._poll_s = safe_point, poll_s

@@ -9,6 +9,7 @@ whatever fails, the update is aborted and the service serves the previous weight
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 import warnings
@@ -97,6 +98,22 @@ class WeightPush:
         if self._ranks.leads and client is None:
             raise InvalidOption(
                 "this rank has no client", field="client", value=None, limit="rank 0 talks to the service", remedy="pass rollout.connect()"
+            )
+        if inspect.iscoroutinefunction(getattr(client, "info", None)):
+            raise InvalidOption(
+                f"client is an {type(client).__name__}",
+                field="client",
+                value=type(client).__name__,
+                limit="a push blocks its caller, so it needs the blocking client",
+                remedy="pass rollout.connect(), or the client whose .aio this one is",
+            )
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise InvalidOption(
+                f"model is a {type(model).__name__}",
+                field="model",
+                value=type(model).__name__,
+                limit="a torch.nn.Module",
+                remedy="pass the model that is trained, or leave it out and name tensors: push(named_parameters)",
             )
         self._client, self._model = client, model
         self._autocast = autocast

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areno import EngineConfig, InvalidConfig
+from areno import Engine, EngineConfig, InvalidConfig
 from areno.config import DeviceLimits, resolve
 from tests.hostile_values import HOSTILE_VALUES, check_refusal
 
@@ -106,3 +106,8 @@ def test_an_option_takes_or_refuses_whatever_it_is_given(field: str) -> None:
 def test_a_device_that_has_no_such_name_is_refused(device: Any) -> None:
     with pytest.raises(InvalidConfig, match="known: auto, cpu, cuda, cuda:N"):
         EngineConfig(model="m", device=device)
+
+
+def test_an_engine_that_is_given_a_folder_in_place_of_its_config_says_what_to_pass() -> None:
+    with pytest.raises(InvalidConfig, match=r"config is a str; .*; pass EngineConfig\(model=\.\.\.\)"):
+        Engine("a/model")  # type: ignore[arg-type]

@@ -393,3 +393,13 @@ def test_weights_that_cannot_come_back_under_their_version_are_pushed_under_a_ne
     report = push.push_if_needed()
     assert report is not None and report.version == push.version == service.version == 2
     assert service.needs_weights is None and list(service.weights_dir.iterdir()) == []
+
+
+def test_the_async_client_and_what_is_no_model_are_refused_by_name(service: FakeWeightService) -> None:
+    class AsyncService:
+        async def info(self) -> None: ...
+
+    with pytest.raises(InvalidOption, match=r"client is an AsyncService; .* blocking client; pass rollout\.connect\(\)"):
+        WeightPush(AsyncService(), TinyNet())  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match=r"model is a str; a torch\.nn\.Module; pass the model that is trained"):
+        WeightPush(service, "a/model")  # type: ignore[arg-type]

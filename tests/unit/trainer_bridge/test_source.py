@@ -440,6 +440,17 @@ def test_options_outside_their_domain_are_refused_by_name(play: Play, option: st
     assert caught.value.field == option and caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [("version", 3, "version=lambda: push.version"), ("safe_point", 1, "pass the function safe_point"), ("prompts", 5, "range(n)")],
+)
+def test_what_is_no_function_and_no_list_of_prompts_is_refused_at_once(play: Play, option: str, value: int, remedy: str) -> None:
+    given: dict[str, Any] = {"prompts": range(4), "run_group": play, "group_size": 2, "version": lambda: 0} | {option: value}
+    with pytest.raises(InvalidOption, match=f"{option} is a int") as caught:
+        RolloutSource(**given)
+    assert caught.value.field == option and remedy in str(caught.value)
+
+
 def test_a_sample_of_another_group_is_refused() -> None:
     async def careless(task: GroupTask[int]) -> list[TrainingSample]:
         return [make_sample(group_id=0, member=member) for member in range(2)]
