@@ -31,6 +31,7 @@ from areno.ranks import operations as ops
 from areno.ranks.answers import Answer, get_answer, get_state, has_answered
 from areno.ranks.identity import checkpoint_identity, code_identity
 from areno.ranks.log import LogWriter
+from areno.ranks.meeting import meet_in_thread
 from areno.ranks.plan import RankPlan
 from areno.ranks.segment import BROADCAST, BULK_SLOTS, LogSegment, Own, Phase, SegmentSizes
 from areno.ranks.state_check import compare_states
@@ -166,7 +167,7 @@ class Peers:
         """Wait for every rank to be ready, and return the group that they are in. Blocks. Raises: what a rank refuses, EngineFailure."""
         self.wait_for(Phase.CONNECTING)
         with self.together():
-            self._group = self._connect()
+            self._group = meet_in_thread(self._connect, self._writer.wait, self._plan.stall_s)
         self.wait_for(Phase.RUNNING)
         return self._group
 

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,6 +173,40 @@ def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry_and_sa
     assert "stacks of rank 0:" in mine and "in expect" in mine
     assert [f"{rank} (pid {pid})" in one for (rank, pid), one in zip(pids.items(), others, strict=True)] == [True, True]
     assert all("quick_rank.py" in one and "in _follow" in one for one in others), "the line in which each hangs"
+
+
+def test_a_rank_that_is_lost_while_ranks_meet_is_named_though_the_library_waits_on(
+    start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def connect(peers: Peers) -> None:
+        os.kill(peers.pids[1], signal.SIGKILL)
+        released.wait(30.0)
+
+    monkeypatch.setattr(Peers, "_connect", connect)
+    peers = start(size=2)
+    started = time.monotonic()
+    with pytest.raises(EngineFailure, match=rf"rank 1 \(pid {peers.pids[1]}\) was killed by SIGKILL"):
+        peers.meet()
+    assert time.monotonic() - started < 8.0
+    released.set()
+
+
+def test_ranks_that_never_meet_and_errors_of_the_meeting_are_told(start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areno.ranks.peers._LOST_IS_SEEN_S", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(Peers, "_connect", lambda peers: released.wait(30.0))
+    with pytest.raises(EngineFailure, match=r"the ranks did not meet within 0\.4 s.*see their log"):
+        start(size=2, stall_s=0.4).meet()
+    released.set()
+
+    def refuse(peers: Peers) -> None:
+        raise EngineFailure("no way there", field="tp")
+
+    monkeypatch.setattr(Peers, "_connect", refuse)
+    with pytest.raises(EngineFailure, match="no way there"):
+        start(size=2).meet()
 
 
 def test_the_first_entry_in_which_ranks_load_has_a_bound_of_its_own(start: Callable[..., Peers]) -> None:
