@@ -14,21 +14,20 @@ reported (or the request queued again) and its pages keyed or freed. Every accep
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from areno.commands import ApplyDelta, ClearPages, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
+from areno.commands import ClearPages, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
 from areno.config import GROW_TOKENS, EngineConfig, ResolvedConfig
-from areno.decode.deltas import DeltaPacker
 from areno.decode.launch import LaneStatus, LaunchResult
+from areno.decode_rows import DecodeRows
 from areno.errors import DuplicateRequest
 from areno.kv.prefix import PrefixIndex, run_lengths
 from areno.kv.residency import PageCopy, Residency
 from areno.live import NO_ROW, LiveRequest, Phase
 from areno.readback import NOT_FINITE, LaunchNews, read_launch
 from areno.request import (
-    MAX_STOP_IDS,
     Finished,
     FinishKind,
     FinishReason,
@@ -46,32 +45,15 @@ REFILL_STEPS = 16
 """Steps after which waiting requests are admitted however few they are."""
 
 
-@dataclass(slots=True)
-class _Steady:
-    """A decode launch that may be made `steps` times, `longest` growing by one, as long as no row changes.
-
-    Shapes: `seats` [n], those of the rows that get a token.
-    """
-
-    launch: DecodeLaunch
-    seats: np.ndarray
-    steps: int
-    made: int = 0
-
-
-def _signed64(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
 class Scheduler:
-    """The host's plan for one engine. Owns the queue, the phases of requests and the map from rows to seats."""
+    """The host's plan for one engine. Owns the queue and the phases of requests."""
 
     def __init__(self, config: EngineConfig, resolved: ResolvedConfig, limits: RequestLimits) -> None:
         self._config, self._resolved, self._limits = config, resolved, limits
         self._version = config.initial_version
         self._residency = Residency(config, resolved)
         self._seats = self._residency.seats
-        self._packer = DeltaPacker()
+        self._rows = DecodeRows(resolved, self._residency)
         self._live: dict[int, LiveRequest] = {}
         self._by_seat: dict[int, LiveRequest] = {}
         self._waiting: deque[LiveRequest] = deque()
@@ -80,14 +62,11 @@ class Scheduler:
         self._groups: dict[int, list[LiveRequest]] = {}
         self._endings: list[Finished] = []
         self._scored: list[PromptScore] = []
-        self._row_seat = np.full(resolved.table_rows, NO_SEAT, dtype=np.int64)
-        self._needs = Variant().counts()
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(resolved.seed)))
         self._launches = 0
         self._launches_read = 0
         self._sparse_steps = 0
         self._waited_steps = 0
-        self._steady: _Steady | None = None
         self._stuck: tuple[LiveRequest, tuple[int, ...]] | None = None
         self.counters: Counter[str] = Counter()
 
@@ -151,11 +130,11 @@ class Scheduler:
     def plan(self) -> list[Command]:
         """Decide the next step; return its commands in order."""
         self._compact()
-        if self._steady is None:
+        if not self._rows.is_steady:
             self._grow_rows()
         copies, prefill = self._plan_prefill()
         decode = self._plan_decode()
-        commands: list[Command] = [ApplyDelta(slot=slot) for slot in self._packer.take()]
+        commands: list[Command] = list(self._rows.take_deltas())
         # A copy may read what eviction has just freed and handed out again: copies first, into pages they fill whole.
         if copies:
             commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
@@ -217,7 +196,7 @@ class Scheduler:
             self._restart(self._prefilling[-1])
         for live in reversed([live for live in self._live.values() if live.phase is Phase.RUNNING]):
             self._kill(live)
-        return [ApplyDelta(slot=slot) for slot in self._packer.take()]
+        return list(self._rows.take_deltas())
 
     @property
     def prefix(self) -> PrefixIndex:
@@ -257,15 +236,11 @@ class Scheduler:
         self._residency.check_integrity(self._live.values())
         seated = {live.seat: live for live in self._live.values() if live.seat != NO_SEAT}
         assert seated == self._by_seat, "seats and live requests differ"
-        rows = np.flatnonzero(self._row_seat != NO_SEAT)
-        running = dict(zip(rows.tolist(), self._row_seat[rows].tolist()))
-        assert running == {live.row: live.seat for live in self.rows_expected().values()}, "the row map differs from the running requests"
+        self._rows.check_integrity(self.rows_expected())
         queued = [*self._waiting, *self._prefilling, *self._closing, *self.rows_expected().values()]
         assert sorted(map(id, queued)) == sorted(map(id, self._live.values())), "a request is in no queue or in two"
         ended = sum(self.counters[kind.value] for kind in FinishKind)
         assert self.counters["accepted"] == len(self._live) + ended, "accepted != live + ended"
-        needs = sum((live.needs for live in self.rows_expected().values()), Variant().counts())
-        assert (needs == self._needs).all(), "sampler needs are miscounted"
         grouped = {id(live) for members in self._groups.values() for live in members}
         assert grouped == {id(live) for live in self._live.values() if live.request.group is not None}, "a group lost a member"
 
@@ -331,7 +306,8 @@ class Scheduler:
             return copies, None
         needs = Variant().counts()
         for live in sampled:
-            self._enter_row(live)
+            self._rows.enter(live)
+            live.phase = Phase.RUNNING
             needs += live.needs
         seats = np.array([live.seat for live in sampled], dtype=np.int64)
         launch = PrefillLaunch(
@@ -392,99 +368,20 @@ class Scheduler:
             generation=live.generation,
         )
 
-    def _enter_row(self, live: LiveRequest) -> None:
-        sampling = live.request.sampling
-        stop_ids = np.full(MAX_STOP_IDS, -1, dtype=np.int32)
-        stop_ids[: live.stop_ids.size] = live.stop_ids
-        emitted = live.ids.size - live.given_tokens
-        self._packer.set_row(
-            {
-                "row": live.row,
-                "generation": live.generation,
-                "length": live.ids.size - 1,
-                "remaining": live.limit - live.ids.size,
-                "stop_wait": max(sampling.min_new_tokens - emitted, 0),
-                "sampling_slot": live.sampling_slot,
-                "recurrent_slot": -1,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-                "seed": _signed64(live.seed),
-                "stop_ids": stop_ids,
-            },
-            np.array(live.pages, dtype=np.int64),
-            live.slot_content(),
-        )
-        live.phase = Phase.RUNNING
-        self._row_seat[live.row] = live.seat
-        self._seats.row[live.seat] = live.row
-        self._seats.generation[live.seat] = live.generation
-        self._seats.scheduled[live.seat] += 1
-        self._seats.covered[live.seat] = self._residency.covered_tokens(live)
-        self._needs += live.needs
-        self._steady = None
-
-    def _active_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows with budget left and how many ids each will have after the launches made. Shapes: [n], [n]."""
-        seats = self._row_seat
-        scheduled = self._seats.scheduled[seats]
-        rows = np.flatnonzero(scheduled < self._seats.limit[seats])
-        return rows, scheduled[rows]
-
     def _plan_decode(self) -> DecodeLaunch | None:
-        steady = self._steady
-        if steady is None:
-            steady = self._steady = self._find_steady()
-            if steady is None:
-                return None
-        first = steady.launch
-        launch = DecodeLaunch(
-            bucket=first.bucket,
-            longest=first.longest + steady.made,
-            seats=first.seats,
-            generations=first.generations,
-            variant=first.variant,
-        )
-        self._seats.scheduled[steady.seats] += 1
-        steady.made += 1
-        if steady.made == steady.steps:
-            self._steady = None
-        self._launches += 1
-        self.counters["decode_launches"] += 1
+        launch = self._rows.next_launch()
+        if launch is not None:
+            self._launches += 1
+            self.counters["decode_launches"] += 1
         return launch
-
-    def _find_steady(self) -> _Steady | None:
-        """Plan the decode of the rows as they are and find out for how many steps it holds if nothing else changes."""
-        rows, scheduled = self._active_rows()
-        # A row without its next page would stall: it is left out of the count, not out of the lanes.
-        covered = self._seats.covered[self._row_seat[rows]]
-        fit = scheduled <= covered
-        all_fit = bool(fit.all())
-        if not all_fit:
-            rows, scheduled, covered = rows[fit], scheduled[fit], covered[fit]
-        if not rows.size:
-            return None
-        seats = self._row_seat[rows]
-        bucket = self._resolved.bucket_of(int(rows[-1]) + 1)
-        lanes = self._row_seat[:bucket].copy()
-        launch = DecodeLaunch(
-            bucket=bucket,
-            longest=int(scheduled.max()),
-            seats=lanes,
-            generations=self._seats.generation[lanes],
-            variant=Variant.of_counts(self._needs),
-        )
-        steps = min(int((self._seats.limit[seats] - scheduled).min()), int((covered - scheduled).min()) + 1)
-        return _Steady(launch=launch, seats=seats, steps=steps if all_fit else 1)
 
     def _grow_rows(self) -> None:
         """When a row has no page for its next token, top up all rows; preempt if even the needy can't be served."""
-        rows, scheduled = self._active_rows()
-        needy = scheduled > self._seats.covered[self._row_seat[rows]]
+        seats, scheduled = self._rows.growing()
+        needy = scheduled > self._seats.covered[seats]
         if not needy.any():
             return
-        lives = [self._by_seat[int(self._row_seat[row])] for row in rows]
+        lives = [self._by_seat[seat] for seat in seats.tolist()]
         short = False
         for place in sorted(np.flatnonzero(needy), key=lambda place: -scheduled[place]):
             live, known = lives[place], int(scheduled[place])
@@ -500,15 +397,9 @@ class Scheduler:
                 self._grow_row(live, known + GROW_TOKENS)
 
     def _grow_row(self, live: LiveRequest, tokens: int) -> None:
-        if live.phase is not Phase.RUNNING:
-            return
-        index = len(live.pages)
-        pages = self._residency.grow(live, tokens)
-        if pages.size:
-            self._packer.grow(live.row, live.generation, index, pages)
-            self._seats.covered[live.seat] = self._residency.covered_tokens(live)
-            self._steady = None
-            self.counters["grown_pages"] += pages.size
+        pages = self._rows.grow(live, tokens) if live.phase is Phase.RUNNING else 0
+        if pages:
+            self.counters["grown_pages"] += pages
 
     def _preempt_one(self) -> bool:
         """Send the request with the fewest computed tokens back to the queue; return whether there was one to send."""
@@ -538,8 +429,7 @@ class Scheduler:
 
     def _kill(self, live: LiveRequest) -> None:
         """End a row on the device; the request closes when the launches made before have been read."""
-        self._packer.kill(live.row, live.generation)
-        self._leave_row(live)
+        self._rows.kill(live)
         live.phase = Phase.CLOSING
         live.close_after = self._launches
         self._closing.append(live)
@@ -577,10 +467,7 @@ class Scheduler:
             source = live.row
             live.row = pool.move_down(source)
             if live.phase is Phase.RUNNING:
-                self._packer.move(source, live.row, live.generation)
-                self._row_seat[live.row], self._row_seat[source] = live.seat, NO_SEAT
-                self._seats.row[live.seat] = live.row
-                self._steady = None
+                self._rows.move(live, source)
             self.counters["moves"] += 1
 
     def _close_ended(self, news: LaunchNews) -> None:
@@ -590,16 +477,9 @@ class Scheduler:
             if live.phase is Phase.CLOSING:
                 self._closing.remove(live)
             else:
-                self._leave_row(live)
+                self._rows.leave(live)
             kind = FinishKind.STOP if stopped else FinishKind.LENGTH
             self._finish(live, FinishReason(kind=kind, stop_id=int(news.tokens[place]) if stopped else None))
-
-    def _leave_row(self, live: LiveRequest) -> None:
-        """Give the row back; commands that reuse it come later in the log."""
-        self._row_seat[live.row] = NO_SEAT
-        self._residency.leave_row(live)
-        self._needs -= live.needs
-        self._steady = None
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Write the terminal record, key the pages that later prompts may use, give everything back."""
