@@ -21,21 +21,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-import xxhash
 
 from rollout.config import ServiceConfig
 from rollout.errors import (
-    AccessDenied,
     HostFailed,
-    InvalidRequest,
-    NoSession,
     RolloutError,
-    ServerRestarted,
     ServiceStopping,
-    WireError,
     error_fields,
 )
 from rollout.service.admission import Admission
@@ -44,6 +37,7 @@ from rollout.service.bound_sockets import BoundSockets
 from rollout.service.calls import Calls
 from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
+from rollout.service.dispatch import Dispatch, Handlers
 from rollout.service.exporter import Exporter
 from rollout.service.host_link import HostLink
 from rollout.service.host_probe import HostProbe
@@ -54,6 +48,7 @@ from rollout.service.metrics import FrontMetrics, snapshot
 from rollout.service.outbound import Outbound
 from rollout.service.parent_watch import ParentWatch
 from rollout.service.requests import RequestDesk
+from rollout.service.session_desk import SessionDesk
 from rollout.service.sessions import Channel, Session, SessionBook
 from rollout.service.stop_text import StopText
 from rollout.service.streams import Streams
@@ -61,16 +56,13 @@ from rollout.service.supervisor import OnEvent, Supervisor
 from rollout.service.watchdog import Watchdog
 from rollout.standstill import StandstillClock
 from rollout.tokenizer_files import read_tokenizer_files
-from rollout.wire.codec import MAX_FRAMES, NO_REQUEST, PROTOCOL_VERSION, Packet, decode, encode, read_header
-from rollout.wire.gate import principal_of
+from rollout.wire.codec import NO_REQUEST, Packet, encode
 from rollout.wire.generation_messages import Ack, Score, ToolWait
-from rollout.wire.operations import CONTROL_REQUESTS, DATA_REQUESTS, Op
+from rollout.wire.operations import Op
 from rollout.wire.security import new_token
-from rollout.wire.session_messages import Hello
-from rollout.wire.transport import Incoming, Poller, Router
+from rollout.wire.transport import Poller
 
 log = logging.getLogger("rollout.front")
-GENERATIONS = (Op.GENERATE, Op.GENERATE_GROUP)
 MAX_MESSAGES_PER_TURN = 1024
 RETRY_S = 0.01
 HOST_GRACE_S = 5.0
@@ -146,7 +138,30 @@ class Front:
             numbers=self._numbers,
             health=lambda: self.health,
         )
-        self._handlers = self._table()
+        self._desk = SessionDesk(
+            config,
+            self._incarnation,
+            routers[Channel.CONTROL].address,
+            access=self._access,
+            sessions=self._sessions,
+            streams=self._streams,
+            requests=self._requests,
+            control=self._control,
+            outbound=self._outbound,
+            link=self._link,
+        )
+        self._dispatch = Dispatch(
+            self._table(),
+            max_message_bytes=config.max_message_bytes,
+            desk=self._desk,
+            sessions=self._sessions,
+            requests=self._requests,
+            calls=self._calls,
+            control=self._control,
+            ledger=self._ledger,
+            outbound=self._outbound,
+            metrics=self._metrics,
+        )
         port, wake = config.metrics_port, self._lifecycle.wake
         try:
             self._exporter = None if port is None else Exporter(port, self._numbers, self._calls, wake=wake)
@@ -154,11 +169,11 @@ class Front:
             self._sockets.close()
             raise
 
-    def _table(self) -> dict[Channel, dict[Op, Callable[[Session, Packet], None]]]:
+    def _table(self) -> Handlers:
         return {
             Channel.DATA: {
                 Op.HEARTBEAT: self._heartbeat,
-                Op.GOODBYE: lambda session, _: self._end_session(session, "the client closed"),
+                Op.GOODBYE: lambda session, _: self._desk.end(session, "the client closed"),
                 Op.ATTACH: self._requests.attach,
                 Op.CANCEL: self._requests.cancel,
                 Op.ACK: self._ack,
@@ -261,9 +276,9 @@ class Front:
         for session in self._sessions.expired(now):
             self._metrics.lapsed_leases += 1
             log.info("lease of %s ended", session.label)
-            self._end_session(session, "the client's lease ended")
+            self._desk.end(session, "the client's lease ended")
         times = [
-            self._end_denied(now),
+            self._desk.end_denied(now),
             self._requests.expire(now),
             self._sessions.next_expiry(),
             self._control.advance(now),
@@ -277,20 +292,6 @@ class Front:
             times.append(now + RETRY_S)
         known = [one for one in times if one is not None]
         return max(0.0, min(known) - now) if known else None
-
-    def _end_denied(self, now: float) -> float | None:
-        """End the sessions of keys that were taken away; return when to look again."""
-        changed, again = self._access.advance(now, needed=bool(len(self._sessions)))
-        for session in self._sessions.all() if changed else ():
-            try:
-                for channel in (Channel.DATA, *session.routes):
-                    self._access.check(session.principal, channel)
-            except AccessDenied as error:
-                log.info("the key of %s was taken away", session.label)
-                for channel, route in session.routes.items():
-                    self._outbound.send(channel, route, encode(Op.ERROR, NO_REQUEST, error_fields(error)))
-                self._end_session(session, "the client's key was taken away")
-        return again
 
     def stop(self) -> None:
         """End the loop soon; may be called from any thread."""
@@ -320,90 +321,7 @@ class Front:
                 if incoming is None:
                     break
                 self._metrics.messages += 1
-                self._take(channel, incoming, now)
-
-    def _take(self, channel: Channel, incoming: Incoming, now: float) -> None:
-        """Handle one message; whatever is wrong with it becomes a typed reply to its sender."""
-        request_id = NO_REQUEST
-        generation = False
-        try:
-            if not incoming.whole or not incoming.frames:
-                raise WireError(
-                    "a message with too many frames or bytes, or with none",
-                    limit=f"at most {MAX_FRAMES} frames of {self._config.max_message_bytes} bytes together",
-                    remedy="send less at once; see the protocol in rollout/README.md",
-                )
-            header = read_header(incoming.frames[0])
-            request_id = header.request_id
-            if not Router.drew(incoming.route):
-                raise NoSession(
-                    "the connection chose its own routing id", limit="the service draws them", remedy="leave the socket's identity unset"
-                )
-            generation = channel is Channel.DATA and header.op in GENERATIONS and header.version == PROTOCOL_VERSION
-            packet = decode(incoming.frames, DATA_REQUESTS if channel is Channel.DATA else CONTROL_REQUESTS)
-            if packet.op is Op.HELLO:
-                self._hello(channel, incoming, packet, now)
-                return
-            session = self._sessions.heard(channel, incoming.route, now, incoming.user)
-            if packet.op in GENERATIONS:
-                generation = False
-                self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
-            elif channel is Channel.DATA or not (self._calls.is_open(session, request_id) or self._control.waits_for(session, request_id)):
-                self._handlers[channel][packet.op](session, packet)
-        except RolloutError as error:
-            if generation:
-                self._ledger.refuse_at_door()
-            elif isinstance(error, WireError) and not isinstance(error, NoSession):
-                self._metrics.malformed += 1
-            self._outbound.send(channel, incoming.route, encode(Op.ERROR, request_id, error_fields(error)))
-        except Exception as error:
-            # One sender's message must not end everybody's service.
-            log.exception("a message could not be handled")
-            self._outbound.send(channel, incoming.route, encode(Op.ERROR, request_id, error_fields(error)))
-
-    def _hello(self, channel: Channel, incoming: Incoming, packet: Packet, now: float) -> None:
-        body, route, user = packet.body, incoming.route, incoming.user
-        assert isinstance(body, Hello)
-        self._access.check(principal_of(user), channel)
-        if (body.session is None) != (body.secret is None):
-            raise InvalidRequest(
-                "HELLO with one of session and secret",
-                field="secret",
-                limit="they come together",
-                remedy="send both to continue a session, neither to open one",
-            )
-        if body.session is not None and body.secret is not None:
-            session = self._sessions.resume(body.session, body.secret, channel, route, now, user)
-            if session is None:
-                raise ServerRestarted(
-                    "the session is not known here", limit="it ended, or the service was started again", remedy="open a new one"
-                )
-            if channel is Channel.DATA:
-                self._streams.detach(session)
-        elif channel is Channel.CONTROL:
-            raise NoSession("a session is opened on the data socket", remedy="say HELLO there, then here with session and secret")
-        else:
-            former = self._sessions.bound_to(channel, route)
-            if former is not None:
-                self._end_session(former, "the client opened another session on its connection")
-            session = self._sessions.open(body.name, channel, route, now, user)
-        fields = {
-            "incarnation": self._incarnation,
-            "session": session.session_id,
-            "secret": session.secret,
-            "lease_s": float(self._config.lease_s),
-            "control_address": self._sockets.routers[Channel.CONTROL].address,
-            "max_message_bytes": self._config.max_message_bytes,
-        }
-        self._outbound.reply(session, channel, Op.WELCOME, packet.request_id, fields)
-
-    def _end_session(self, session: Session, reason: str) -> None:
-        self._requests.end_session(session, reason)
-        if session.hinted:
-            self._link.send(Op.END_HINTS, {"owner": session.session_id.hex()})
-        self._control.end_session(session)
-        self._outbound.forget(session)
-        self._sessions.close(session)
+                self._dispatch.take(channel, incoming, now)
 
     def _heartbeat(self, session: Session, packet: Packet) -> None:
         fields = {"health": self.health, "version": self._admission.version}
@@ -478,15 +396,6 @@ class Front:
             "open_calls": len(self._calls),
             "refused_connections": self._access.refused,
         }
-
-
-def _fingerprint(frames: list[bytes]) -> bytes:
-    """Return what tells one request body from another: all frames but the header."""
-    digest = xxhash.xxh3_128()
-    for frame in frames[1:]:
-        digest.update(len(frame).to_bytes(8, "little"))
-        digest.update(frame)
-    return digest.digest()
 
 
 def serve(config: ServiceConfig, on_event: OnEvent) -> RolloutError | None:
