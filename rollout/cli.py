@@ -190,7 +190,10 @@ def serve(
             if state_dir and str(fields["address"]).startswith("tcp:") and not insecure:
                 # A client that does not know this state folder finds no key by itself.
                 argument += f", key={json.dumps(str(KeyFolder(config.state.keys).path(LOCAL)))}"
-            print(SNIPPET.format(address=fields["address"], argument=argument), file=sys.stderr if as_json else sys.stdout, flush=True)
+            said = SNIPPET.format(address=fields["address"], argument=argument)
+            if fields.get("metrics"):
+                said += f"\nMetrics for Prometheus: {fields['metrics']}"
+            print(said, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:
         config = ServiceConfig.from_fields(options)

@@ -265,14 +265,20 @@ def test_serve_over_tcp_makes_the_keys_and_its_snippet_and_info_find_them(tmp_pa
     state, elsewhere = tmp_path / "served", {**os.environ, "ARENO_STATE_DIR": str(tmp_path / "elsewhere")}
     command = [sys.executable, "-m", "rollout", "serve", "--model", str(MODEL), "--state-dir", str(state), "--address", "tcp://127.0.0.1:0"]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([*command, "--max-rows", "2", "--json"], stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            [*command, "--max-rows", "2", "--metrics-port", "0", "--json"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
     try:
         assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
+        ready = json.loads(process.stdout.readline())
+        address = ready["address"]
         deadline = time.monotonic() + 20
         while "Stop it" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
-        snippet = "\n".join(line.strip() for line in (tmp_path / "log").read_text().splitlines() if line.startswith("    "))
+        lines = (tmp_path / "log").read_text().splitlines()
+        assert f"Metrics for Prometheus: {ready['metrics']}" in lines
+        assert f"loading {MODEL}" in lines[0]
+        snippet = "\n".join(line.strip() for line in lines if line.startswith("    "))
         done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=60, env=elsewhere, check=True)
         assert done.stdout.startswith("[")
         ask = [sys.executable, "-m", "rollout", "info", "--address", address, "--json"]
