@@ -8,7 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer_bridge.errors import InvalidOption, shown
+from trainer_bridge.turns import is_count, is_finite, listed
+
+MODES = ("inflight", "drain", "abort_requests")
+MAX_SECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,52 @@ class SourceOptions:
                 limit=f"at most group_size={self.group_size}",
                 remedy="lower it",
             )
+
+
+def _refuse(name: str, value: object, limit: str, remedy: str) -> InvalidOption:
+    return InvalidOption(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy=remedy)
+
+
+def check_push_options(*, autocast: object, allow_unchanged: object, bucket_bytes: object, timeout_s: object) -> None:
+    """Check the options of a `WeightPush`. Raises: InvalidOption."""
+    if not callable(autocast):
+        raise _refuse("autocast", autocast, "a function that makes a context", "pass lambda: torch.autocast(...)")
+    if not isinstance(allow_unchanged, bool):
+        raise _refuse("allow_unchanged", allow_unchanged, "True or False", "pass a bool")
+    if bucket_bytes is not None and not (is_count(bucket_bytes) and 1 <= int(bucket_bytes) < 2**62):  # type: ignore[call-overload]
+        raise _refuse("bucket_bytes", bucket_bytes, "an integer of at least 1", "use the default")
+    if not is_finite(timeout_s) or not 0 < float(timeout_s) <= MAX_SECONDS:  # type: ignore[arg-type]
+        raise _refuse("timeout_s", timeout_s, f"seconds above 0, at most {MAX_SECONDS:g}", "use the default")
+
+
+def checked_canary_ids(canary_ids: object) -> list[np.ndarray]:
+    """Return sequences to compare as int64. Raises: InvalidOption."""
+    sequences = listed(canary_ids)
+    if sequences is None or isinstance(canary_ids, (str, bytes)):
+        raise _refuse("canary_ids", canary_ids, "a sequence of sequences of token ids", "leave it out for three fixed ones")
+    arrays = []
+    for place, sequence in enumerate(sequences):
+        ids = listed(sequence)
+        if ids is None or len(ids) < 2 or not all(is_count(one) and int(one) < 2**31 for one in ids):
+            raise _refuse(f"canary_ids[{place}]", sequence, "at least two token ids", "pass integers, a context and what follows it")
+        arrays.append(np.array(ids, np.int64))
+    return arrays
+
+
+def check_push_arguments(*, canary: object, trainer_step: object, partial: object, mode: object, drain_s: object, wait: object) -> None:
+    """Check the arguments of one push. Raises: InvalidOption."""
+    if canary is not None and not callable(canary):
+        raise _refuse("canary", canary, "a function of ids, or None", "pass a function that returns log-probabilities of ids[1:]")
+    if trainer_step is not None and not (is_count(trainer_step) and int(trainer_step) < 2**63):  # type: ignore[call-overload]
+        raise _refuse("trainer_step", trainer_step, "an integer of at least 0, or None", "leave it out to have pushes counted")
+    if not isinstance(partial, bool):
+        raise _refuse("partial", partial, "True or False", "pass a bool")
+    if not is_finite(drain_s) or not 0 <= float(drain_s) <= MAX_SECONDS:  # type: ignore[arg-type]
+        raise _refuse("drain_s", drain_s, f"seconds from 0 to {MAX_SECONDS:g}", "leave drain_s at 60")
+    if not isinstance(wait, str) or wait not in ("published", "staged"):
+        raise _refuse("wait", wait, "'published' or 'staged'", "leave it out to wait for the version")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise _refuse("mode", mode, f"known: {', '.join(MODES)}", "leave mode out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,11 @@ Called by `model_config` and `vocabulary`; a file that exists but cannot be unde
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areno.errors import CheckpointError, UnsupportedModel
+from areno.errors import CheckpointError, UnsupportedModel, shown
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -42,7 +41,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def unsupported(key: str, value: object, known: str, remedy: str) -> UnsupportedModel:
     """Return the error for a feature that the decoder does not compute."""
-    return UnsupportedModel(f"{key}={value!r} is not supported", field=key, value=value, limit=f"known: {known}", remedy=remedy)
+    return UnsupportedModel(f"{key}={shown(value)} is not supported", field=key, value=value, limit=f"known: {known}", remedy=remedy)
+
+
+# Sizes beyond these are no model; a layer is an object, and its number a loop.
+MAX_COUNT = 2**31 - 1
+MAX_LAYERS = 4096
+MAX_NUMBER = 1e30
 
 
 class ConfigReader:
@@ -61,7 +66,11 @@ class ConfigReader:
         """Return the error for a key's value."""
         name = self.name(key)
         return CheckpointError(
-            f"config.json has {name}={value!r}", field=name, value=value, limit=limit, remedy=remedy or f"correct {name} in config.json"
+            f"config.json has {name}={shown(value)}",
+            field=name,
+            value=value,
+            limit=limit,
+            remedy=remedy or f"correct {name}",
         )
 
     def missing(self, key: str, reason: str) -> CheckpointError:
@@ -78,14 +87,14 @@ class ConfigReader:
             raise self.wrong(key, value, "an object is needed")
         return ConfigReader(value, f"{self.name(key)}.") if value else None
 
-    def count(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
-        """Return a positive integer; `default` stands for an absent key, `null` for a null."""
+    def count(self, key: str, default: int | None = None, *, null: int | None = None, most: int = MAX_COUNT) -> int:
+        """Return a positive integer of at most `most`; `default` stands for an absent key, `null` for a null."""
         if key not in self.raw and default is None:
             raise self.missing(key, "the model's sizes need it")
         value = self.raw.get(key, default)
         value = null if value is None else value
-        if type(value) is not int or value < 1:
-            raise self.wrong(key, value, "a positive integer is needed")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.wrong(key, value, f"a positive integer of at most {most} is needed")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -94,7 +103,7 @@ class ConfigReader:
 
     def finite(self, key: str, value: object) -> float:
         """Return `value`, read under `key`, as a positive number."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(key, value, "a positive finite number is needed")
         return float(value)
 

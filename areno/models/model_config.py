@@ -14,7 +14,7 @@ from typing import Any
 
 from areno.errors import CheckpointError
 from areno.layers.rope import Rope
-from areno.models.config_file import ConfigReader, read_json, unsupported
+from areno.models.config_file import MAX_LAYERS, ConfigReader, read_json, unsupported
 from areno.models.rope_config import read_rope
 from areno.models.vocabulary import read_vocabulary
 from areno.models.window_config import read_windows
@@ -92,7 +92,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     vocab_size = reader.count("vocab_size")
     attention_bias = True if model_type == "qwen2" else reader.flag("attention_bias")
     vocabulary = read_vocabulary(folder, raw, vocab_size)
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
     num_positions = reader.count("max_position_embeddings", _DEFAULTS[model_type]["max_position_embeddings"])
     return ModelConfig(
         model_type=model_type,

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.errors import InvalidOption, PushWarning
+from trainer_bridge.options import MODES, check_push_arguments, check_push_options, checked_canary_ids
 from trainer_bridge.outage import outage_code
 from trainer_bridge.weights.changes import ChangeWatch
 from trainer_bridge.weights.names import DTYPES, ties_head
@@ -44,7 +45,6 @@ log = logging.getLogger("trainer_bridge.push")
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 120.0
-MODES = ("inflight", "drain", "abort_requests")
 Wait = Literal["published", "staged"]
 
 
@@ -90,10 +90,8 @@ class WeightPush:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         process_group: Any = OUR_DEFAULT,
     ):
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise InvalidOption(
-                f"bucket_bytes={bucket_bytes}", field="bucket_bytes", value=bucket_bytes, limit="at least 1", remedy="use the default"
-            )
+        check_push_options(autocast=autocast, allow_unchanged=allow_unchanged, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        given_ids = None if canary_ids is None else checked_canary_ids(canary_ids)
         self._ranks = Ranks(process_group)
         if self._ranks.leads and client is None:
             raise InvalidOption(
@@ -123,10 +121,10 @@ class WeightPush:
         facts = self._agreed(lambda: service_facts(self._talker.info()))
         self._version: int = facts["version"]
         self._dtype = DTYPES[facts["dtype"]]
-        if canary_ids is None:
+        if given_ids is None:
             self._canary_ids = default_canary_ids(facts["num_valid_ids"], facts["max_model_len"])
         else:
-            self._canary_ids = [np.asarray(ids, np.int64) for ids in canary_ids]
+            self._canary_ids = given_ids
         if client is not None:
             self._transport = make_transport(transport, client, bucket_bytes=bucket_bytes, timeout_s=timeout_s, device=_device_of(model))
 
@@ -205,14 +203,9 @@ class WeightPush:
         Blocks: as `wait` says. Raises: PushError and its kind, and the service's errors; the update is then aborted and the
         previous weights serve on.
         """
-        if wait not in ("published", "staged"):
-            raise InvalidOption(
-                f"wait={wait!r}", field="wait", value=wait, limit="'published' or 'staged'", remedy="leave it out to wait for the version"
-            )
-        if mode not in MODES:
-            raise InvalidOption(f"mode={mode!r}", field="mode", value=mode, limit=f"known: {', '.join(MODES)}", remedy="leave mode out")
-        step = self._num_pushes if trainer_step is None else trainer_step
-        update = _Update(step, time.monotonic(), mode, drain_s, partial=partial)
+        check_push_arguments(canary=canary, trainer_step=trainer_step, partial=partial, mode=mode, drain_s=drain_s, wait=wait)
+        step = self._num_pushes if trainer_step is None else int(trainer_step)
+        update = _Update(step, time.monotonic(), mode, float(drain_s), partial=partial)
         return self._push(update, named_parameters, canary, wait)
 
     def _push(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from tests.hostile_values import HOSTILE_VALUES, check_refusal
-from tests.unit.trainer_bridge.fakes import make_sample
-from trainer_bridge import InvalidBatch, InvalidOption, InvalidSample, RolloutSource, TrainingSample, TurnSpan
+from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet, make_sample
+from trainer_bridge import InvalidBatch, InvalidOption, InvalidSample, RolloutSource, TrainingSample, TurnSpan, WeightPush
 from trainer_bridge.batch import Batch, collate, group_advantages, sample_advantages
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.loss import logprob_gap, policy_loss, token_logprobs
@@ -150,3 +151,30 @@ def test_a_source_takes_or_refuses_whatever_it_is_given(name: str) -> None:
             RolloutSource(**{"prompts": [1, 2], "run_group": _no_group, "group_size": 2, "version": lambda: 0, name: value}).close()
         except InvalidOption as error:
             check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("name", ["canary_ids", "autocast", "allow_unchanged", "bucket_bytes", "timeout_s"])
+def test_a_push_is_made_or_refused_whatever_an_option_is_given(tmp_path: Path, name: str) -> None:
+    service = FakeWeightService(tmp_path)
+    for number, value in enumerate(VALUES):
+        try:
+            WeightPush(service, TinyNet(), **{"transport": "file", "process_group": None, name: value})  # type: ignore[arg-type]
+        except InvalidOption as error:
+            check_refusal(error, (name, number))
+    for bad in ([[1.5, 2]], [[1]], [[-1, 2]], ["ab"], [[True, 1]]):
+        with pytest.raises(InvalidOption, match="at least two token ids"):
+            WeightPush(service, TinyNet(), transport="file", process_group=None, canary_ids=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["canary", "trainer_step", "partial", "mode", "drain_s", "wait"])
+def test_an_argument_that_a_push_cannot_have_is_refused_before_an_update_is_open(tmp_path: Path, name: str) -> None:
+    service = FakeWeightService(tmp_path)
+    push = WeightPush(service, TinyNet(), transport="file", process_group=None)
+    refused = 0
+    for number, value in enumerate(value for value in VALUES if not callable(value)):
+        given = {"mode": "no mode", name: value} if name != "mode" else {name: value}
+        with pytest.raises(InvalidOption) as refusal:
+            push.push(**given)  # type: ignore[call-overload]
+        check_refusal(refusal.value, (name, number))
+        refused += refusal.value.field == name
+    assert refused > 20 and "begin" not in service.calls

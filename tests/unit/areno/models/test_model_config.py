@@ -189,3 +189,29 @@ def test_reading_a_config_loads_neither_torch_nor_transformers(tmp_path: Path) -
         "loaded = sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()); assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+
+
+HOSTILE: list[Any] = [
+    None, True, 0, -1, 1.5, 2**31, 2**64, 10**400, 1e308, float("nan"), float("inf"), "", "x", "\ud800", [], [1], [None], [[1]], {},
+    {"a": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key",
+    [*SIZES, "model_type", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types",
+     "max_position_embeddings", "tie_word_embeddings", "attention_bias", "hidden_act", "eos_token_id", "quantization_config"],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_key_is_read_or_refused_by_name_whatever_stands_there(tmp_path: Path, family: str, key: str) -> None:
+    for value in HOSTILE:
+        try:
+            read(tmp_path, family, **{key: value})
+        except (CheckpointError, UnsupportedModel) as error:
+            assert error.field and error.remedy and len(str(error)) < 1000, (key, value)
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_without_end_is_refused_before_anything_is_made_of_it(tmp_path: Path, key: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key}=.*a positive integer of at most"):
+        read(tmp_path, **{key: 10**400})
