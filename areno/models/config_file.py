@@ -70,7 +70,7 @@ class ConfigReader:
             field=name,
             value=value,
             limit=limit,
-            remedy=remedy or f"correct {name}",
+            remedy=remedy or f"correct {name} in config.json",
         )
 
     def missing(self, key: str, reason: str) -> CheckpointError:
