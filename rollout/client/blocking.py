@@ -281,9 +281,13 @@ class Client:
         """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Blocks. Raises: UpdateBusy, ManifestMismatch."""
         return self._run(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
 
-    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
-        """Stage a safetensors file below `info().weights_dir`. Blocks. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""
-        self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
+    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None, timeout_s: float | None = None) -> None:
+        """Stage a safetensors file below `info().weights_dir`. Blocks: at most `timeout_s`, if that is given.
+
+        Raises: WeightsFileRefused, ManifestMismatch, NoUpdate, ServerUnavailable after `timeout_s`.
+        """
+        operation = operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3)
+        CallHandle(self._call(operation), operation).result(timeout_s)
 
     def weights_stage_bucket(
         self,

@@ -52,7 +52,7 @@ class EngineWeights:
         self.intake.begin(str(self._updates), version, specs, partial=partial)
         return SimpleNamespace(update_id=str(self._updates), version=version)
 
-    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
+    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None, timeout_s: float | None = None) -> None:
         self.intake.stage_file(b"call", update_id, path, size=size, xxh3=xxh3)
         self._finish()
 

@@ -271,7 +271,13 @@ def pushed(push: WeightPush) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("transport", "stop_at"), [("memory", 7), ("group", 3), pytest.param("frames", 1, marks=pytest.mark.long)])
+KILLED_IN = [(transport, bucket) for transport in TRANSPORTS for bucket in (1, 2, 12)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "stop_at"),
+    [("memory", 7), ("group", 3), *(pytest.param(*one, marks=pytest.mark.long) for one in KILLED_IN)],
+)
 def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
     service: rollout.LocalService, client: Any, trained: Path, transport: str, stop_at: int
 ) -> None:
@@ -315,21 +321,56 @@ def test_a_trainer_that_stands_still_for_longer_hears_that_its_update_is_gone(
     assert_serves(client, good)
 
 
-def test_an_engine_killed_in_a_bucket_is_a_typed_error_and_the_next_push_brings_the_weights(folder: Path) -> None:
+def at_bucket(push: WeightPush, number: int, act: Callable[[], None]) -> WeightPush:
+    """Let something happen before the push sends its bucket of this number."""
+    send, sent = push._transport.send, []
+
+    def acting(bucket: Any) -> None:
+        sent.append(1)
+        if len(sent) == number:
+            act()
+        send(bucket)
+
+    push._transport.send = acting  # type: ignore[method-assign]
+    return push
+
+
+@pytest.mark.parametrize("transport", ["memory", *(pytest.param(one, marks=pytest.mark.long) for one in TRANSPORTS[1:])])
+def test_an_engine_that_stands_still_in_a_bucket_costs_time_or_the_update_and_nothing_else(
+    service: rollout.LocalService, client: Any, transport: str
+) -> None:
+    good, other = model_of(14), model_of(15)
+    WeightPush(client, good).push()
+    version = client.info().version
+    [host] = psutil.Process(service.pid).children()
+    resumed: list[threading.Timer] = []
+
+    def stand_still(seconds: float) -> None:
+        host.suspend()
+        resumed.append(threading.Timer(seconds, host.resume))
+        resumed[-1].start()
+
+    started = time.monotonic()
+    push = at_bucket(WeightPush(client, other, transport=transport, bucket_bytes=SMALL, timeout_s=0.4), 3, lambda: stand_still(1.5))
+    with pytest.raises(RolloutError if transport != "group" else (RolloutError, PushError)) as refused:
+        push.push()
+    assert time.monotonic() - started < 5 and str(refused.value)
+    resumed[0].join()
+    assert client.info().version == version
+    assert_serves(client, good)
+    patient = at_bucket(WeightPush(client, other, transport=transport, bucket_bytes=SMALL), 3, lambda: stand_still(0.5))
+    assert patient.push().version > version
+    assert_serves(client, other)
+
+
+@pytest.mark.parametrize("transport", ["memory", *(pytest.param(one, marks=pytest.mark.long) for one in TRANSPORTS[1:])])
+def test_an_engine_killed_in_a_bucket_is_a_typed_error_and_the_next_push_brings_the_weights(folder: Path, transport: str) -> None:
     service = rollout.local(str(folder), dtype="float32", threads=1, max_rows=4)
     with service as client:
-        push = WeightPush(client, model_of(13), transport="memory", bucket_bytes=SMALL)
+        push = WeightPush(client, model_of(13), transport=transport, bucket_bytes=SMALL)
         push.push()
-        send, sent = push._transport.send, []
-
-        def killing(bucket: Any) -> None:
-            sent.append(1)
-            if len(sent) == 3:
-                [host] = psutil.Process(service.pid).children()
-                host.kill()
-            send(bucket)
-
-        push._transport.send = killing  # type: ignore[method-assign]
+        [host] = psutil.Process(service.pid).children()
+        at_bucket(push, 3, host.kill)
         started = time.monotonic()
         with pytest.raises(RolloutError) as refused:
             push.push()

@@ -97,8 +97,10 @@ class FileTransport:
 
     name = "file"
 
-    def __init__(self, client: BucketClient, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, probe: bool = False) -> None:
-        self._client, self.bucket_bytes, self._probe = client, bucket_bytes, probe
+    def __init__(
+        self, client: BucketClient, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, timeout_s: float = 120.0, probe: bool = False
+    ) -> None:
+        self._client, self.bucket_bytes, self._timeout_s, self._probe = client, bucket_bytes, timeout_s, probe
         self.reason = "asked for"
         self._folder: WeightFolder | None = None
         self._update_id = ""
@@ -115,7 +117,7 @@ class FileTransport:
         assert self._folder is not None, "a transport is opened first"
         try:
             file = self._folder.write(self._update_id, bucket)
-            self._client.weights_stage_file(self._update_id, str(file.path), size=file.size, xxh3=file.xxh3)
+            self._client.weights_stage_file(self._update_id, str(file.path), size=file.size, xxh3=file.xxh3, timeout_s=self._timeout_s)
         finally:
             self._folder.remove_written()
 

@@ -35,7 +35,7 @@ class SentCall(Protocol):
 class BucketClient(Protocol):
     """What transports need of the service's blocking client."""
 
-    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None: ...
+    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None, timeout_s: float | None = None) -> None: ...
 
     def weights_stage_bucket(
         self,
@@ -175,7 +175,7 @@ def make_transport(
     makers: dict[str, Callable[[], Transport]] = {
         "cuda": lambda: CudaIpcTransport(client, device=device, timeout_s=timeout_s, **size),
         "memory": lambda: SharedMemoryTransport(client, timeout_s=timeout_s, **shared),
-        "file": lambda: FileTransport(client, probe=choice == "auto", **size),
+        "file": lambda: FileTransport(client, timeout_s=timeout_s, probe=choice == "auto", **size),
         "frames": lambda: FramesTransport(client, timeout_s=timeout_s, **size),
         "group": lambda: ProcessGroupTransport(client, device=on_device, timeout_s=timeout_s, **size),
     }

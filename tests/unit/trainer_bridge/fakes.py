@@ -132,7 +132,7 @@ class FakeWeightService:
         self.staged, self.restoring = {}, restore is not None
         return SimpleNamespace(update_id=f"update-{trainer_step}", version=self.version + (restore is None))
 
-    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None) -> None:
+    def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None, timeout_s: float | None = None) -> None:
         assert Path(path).stat().st_size == size
         tensors = load_file(path)
         if not tensors:
