@@ -29,11 +29,15 @@ Parameters = Callable[[str], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """A call as it was written, not checked against any tool; `problem` says why it cannot be read, where it cannot."""
+    """A call as it was written, not checked against any tool; `problem` says why it cannot be read, where it cannot.
+
+    `call_id` is what the call names itself, nine letters and digits as Mistral's do; any other name is none.
+    """
 
     name: str | None = None
     arguments: Any = None
     problem: str | None = None
+    call_id: str | None = None
 
 
 class Body(Protocol):
@@ -151,15 +155,19 @@ def _from_object(value: Any, argument_names: tuple[str, ...]) -> WrittenCall:
     """Return the call that a JSON object is."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return WrittenCall(problem=f'the call must be a JSON object with a string "name" and an object "{argument_names[0]}"')
-    name = value["name"]
+    name, call_id = value["name"], _call_id(value.get("id"))
     given = [key for key in argument_names if key in value]
     if set(value) - {"name", "id", "type", *given[:1]}:
-        return WrittenCall(name=name, problem=f'the call must hold "name" and "{argument_names[0]}" only')
+        return WrittenCall(name=name, problem=f'the call must hold "name" and "{argument_names[0]}" only', call_id=call_id)
     arguments = value[given[0]] if given else None
     if not isinstance(arguments, dict):
         found = _kind(arguments) if given else "missing"
-        return WrittenCall(name=name, problem=f'"{argument_names[0]}" must be a JSON object, it is {found}')
-    return WrittenCall(name=name, arguments=arguments)
+        return WrittenCall(name=name, problem=f'"{argument_names[0]}" must be a JSON object, it is {found}', call_id=call_id)
+    return WrittenCall(name=name, arguments=arguments, call_id=call_id)
+
+
+def _call_id(written: Any) -> str | None:
+    return written if isinstance(written, str) and re.fullmatch("[A-Za-z0-9]{9}", written) else None
 
 
 def _kind(value: Any) -> str:
@@ -282,13 +290,13 @@ class Mistral(_Tagged):
     def read(self, body: str, parameters: Parameters) -> list[WrittenCall]:
         body = body.strip()
         head = "" if body.startswith(("[", "{")) else body.partition("{")[0]
-        name = head.partition("[")[0].strip()
+        name, call_id = head.partition("[")[0].strip(), _call_id(head.partition("[CALL_ID]")[2].partition("[")[0].strip())
         try:
             value = load_json(body[len(head) :])
         except ValueError as error:
             return [_not_json(error)]
         if head:
-            return [WrittenCall(name=name, arguments=value)]
+            return [WrittenCall(name=name, arguments=value, call_id=call_id)]
         return [_from_object(one, ("arguments",)) for one in (value if isinstance(value, list) else [value])]
 
 

@@ -41,6 +41,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     place: int
+    call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +51,22 @@ class BadCall:
     message: str
     place: int
     name: str | None = None
+    call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What one call gives the conversation; `ok` is False for bad calls, failures and time-outs."""
+    """What one call gives the conversation; `ok` is False for bad calls, failures and time-outs. `call_id` is the call's own name."""
 
     name: str
     content: str
     ok: bool
     place: int
+    call_id: str | None = None
 
     def message(self) -> dict[str, Any]:
-        """Return the message that a chat template renders."""
-        return {"role": "tool", "name": self.name, "content": self.content}
+        """Return the message that a chat template renders; some (Mistral's) want an id of nine letters and digits."""
+        return {"role": "tool", "name": self.name, "tool_call_id": self.call_id or f"call{self.place:05d}", "content": self.content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +230,9 @@ class ToolBox:
                 break
             problem = self._problem(call)
             if problem is None and call.name is not None:
-                good.append(ToolCall(name=call.name, arguments=call.arguments, place=place))
+                good.append(ToolCall(name=call.name, arguments=call.arguments, place=place, call_id=call.call_id))
             else:
-                bad.append(BadCall(message=_short(str(problem)), place=place, name=call.name and call.name[:64]))
+                bad.append(BadCall(message=_short(str(problem)), place=place, name=call.name and call.name[:64], call_id=call.call_id))
         return tuple(good), tuple(bad)
 
     def _problem(self, call: WrittenCall) -> str | None:
@@ -242,7 +245,7 @@ class ToolBox:
 
     async def run(self, calls: Sequence[ToolCall], bad: Sequence[BadCall] = ()) -> list[ToolResult]:
         """Run the good calls and return a result for every call, in the order written. Raises: ToolFailed."""
-        results = [ToolResult(name=call.name or "error", content=f"error: {call.message}", ok=False, place=call.place) for call in bad]
+        results = [_result(call, call.name or "error", f"error: {call.message}", ok=False) for call in bad]
         for call in calls:
             results.append(await self._run_one(call))
         return sorted(results, key=lambda result: result.place)
@@ -253,7 +256,7 @@ class ToolBox:
             value = await call_within(tool.timeout_s, f"tool {tool.name}", tool.function, **call.arguments)
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except ToolError as error:
-            return ToolResult(name=tool.name, content=tool.clip(f"error: {error}"), ok=False, place=call.place)
+            return _result(call, tool.name, tool.clip(f"error: {error}"), ok=False)
         except Exception as error:  # a tool is foreign code: its failure becomes data here
             if tool.essential:
                 raise ToolFailed(
@@ -263,8 +266,12 @@ class ToolBox:
                     remedy="mend the tool, or make it essential=False to tell the model instead",
                 ) from error
             said = f"no answer within {tool.timeout_s:g} s" if isinstance(error, PhaseTimeout) else f"{type(error).__name__}: {error}"
-            return ToolResult(name=tool.name, content=tool.clip(_short(f"error: {said}")), ok=False, place=call.place)
-        return ToolResult(name=tool.name, content=tool.clip(text), ok=True, place=call.place)
+            return _result(call, tool.name, tool.clip(_short(f"error: {said}")), ok=False)
+        return _result(call, tool.name, tool.clip(text), ok=True)
+
+
+def _result(call: ToolCall | BadCall, name: str, content: str, *, ok: bool) -> ToolResult:
+    return ToolResult(name=name, content=content, ok=ok, place=call.place, call_id=call.call_id)
 
 
 def _short(text: str) -> str:

@@ -57,14 +57,16 @@ def _ling(mode: str, reply: str, prompt: str) -> str:
 LING = _ling("'off'", "message.content.split('</think>')[-1].lstrip('\\n')", "''")
 LING_KEEPS = _ling("'on'", "('' if '<think>' in message.content else '\\n<think>') + message.content", "'\\n<think>'")
 
-# As Mistral's: turns alternate unless calls are given as data, and nothing asks for a reply.
+# As Mistral's: turns alternate unless calls are given as data, results name their calls by nine characters, and nothing asks for a reply.
 MISTRAL = (
     "{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}"
     "{% if message.role == 'user' or (message.role == 'assistant' and message.tool_calls is not defined) %}"
     "{% if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
     "{% set ns.index = ns.index + 1 %}{% endif %}"
     "{% if message.role == 'user' %}{{ '[INST] ' + message.content + '[/INST]' }}"
-    "{% elif message.role == 'tool' %}{{ '[TOOL_RESULTS] {\"content\": ' + (message.content | tojson) + '}[/TOOL_RESULTS]' }}"
+    "{% elif message.role == 'tool' %}{% if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ '[TOOL_RESULTS] {\"content\": ' + (message.content | tojson) + ', \"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
     "{% elif message.tool_calls is defined %}{{ '[TOOL_CALLS] ' + (message.tool_calls | tojson) + eos_token }}"
     "{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"
 )

@@ -6,7 +6,9 @@ Three oracles: transformers' own rendering, the full rendering where a family's 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ def observations(name: str) -> list[list[dict[str, Any]]]:
         return [user, [{"role": "user", "content": EVIL}], user]
     tools = [{"role": "tool", "name": "add", "content": EVIL}, {"role": "tool", "content": '{"a": "é"}'}]
     if name == "mistral":
+        tools = [{**tool, "tool_call_id": "abcdefgh1"} for tool in tools]
         return [tools, tools[1:], user, tools]
     return [tools, tools[1:], user, [*tools, *user], tools]
 
@@ -235,7 +238,10 @@ def test_control_tokens_in_observations_stay_text_in_every_template(name: str) -
         conversation = Conversation(chat_format(name), [{"role": "user", "content": "go"}])
         conversation.start()
         conversation.add_reply(np.array(spelled("ok"), np.int32), end_id=None)
-        new = [{"role": role, "content": content} for role in (("tool",) if name == "mistral" else ("tool", "user"))]
+        new = [
+            {"role": role, "tool_call_id": "abcdefgh1", "content": content}
+            for role in (("tool",) if name == "mistral" else ("tool", "user"))
+        ]
         ids = conversation.extend(new).ids.tolist()
         known = {byte_tokenizer().token_to_id(text) for text in CONTROLS}
         return [i for i in ids if i in known]
@@ -337,8 +343,15 @@ def test_a_call_in_thinking_that_the_prompt_opened_and_the_budget_cut_is_no_call
 
 def test_a_template_that_wants_calls_as_data_still_takes_tool_loops() -> None:
     """The whole history is refused from the second result on; what the template writes behind the last turn is not."""
-    call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'
-    client = FakeClient([spelled(call)] * 4, served=files("mistral"), eos_ids=(byte_tokenizer().token_to_id("</s>"),))
+    calls = [
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "Abc123xyz"}]</s>',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 4}, "id": "no such"}]</s>',
+        '[TOOL_CALLS] [{"name": "add", "argume</s>',  # is told so, and the episode goes on
+        "[TOOL_CALLS]add[CALL_ID]z23456789[ARGS]{}</s>",
+    ]
+    client = FakeClient(
+        [spelled(call) for call in (*calls, calls[0])], served=files("mistral"), eos_ids=(byte_tokenizer().token_to_id("</s>"),)
+    )
 
     def add(a: int) -> int:
         """Add."""
@@ -348,17 +361,20 @@ def test_a_template_that_wants_calls_as_data_still_takes_tool_loops() -> None:
         episode = Episode(
             client, info=await client.info(), format=chat_format("mistral"), messages=[{"role": "user", "content": "go"}], tools=[add]
         )
-        for _ in range(3):
+        for _ in calls:
             turn = await episode.act()
             assert episode.observe(await episode.run_tools(turn))
         return episode
 
     episode = asyncio.run(run())
-    result = '[TOOL_RESULTS] {"content": "2"}[/TOOL_RESULTS]'
-    assert (
-        byte_tokenizer().decode(episode.current_ids().tolist(), skip_special_tokens=False) == f"<bos>[INST] go[/INST]{(call + result) * 3}"
-    )
-    assert len(episode.rows()) == 1 and episode.call_counts.parsed == 3
+    text = byte_tokenizer().decode(episode.current_ids().tolist(), skip_special_tokens=False)
+    results = re.findall(r"\[TOOL_RESULTS\] (.*?)\[/TOOL_RESULTS\]", text)
+    named = [(json.loads(one)["content"], json.loads(one)["call_id"]) for one in results]
+    assert named[:3] == [("2", "Abc123xyz"), ("2", "call00000"), ("5", "call00001")]
+    assert named[3][0].startswith("error: the call is not closed") and named[3][1] == "call00000"
+    assert named[4][0].startswith("error: ") and named[4][1] == "z23456789"
+    assert re.sub(r"\[TOOL_RESULTS\].*?\[/TOOL_RESULTS\]", "", text) == f"<bos>[INST] go[/INST]{''.join(calls)}"
+    assert len(episode.rows()) == 1 and (episode.call_counts.parsed, episode.call_counts.failed) == (3, 2)
     with pytest.raises(ChatFormatError, match="must alternate"):
         episode.check_integrity()
         asyncio.run(refused(episode, client))

@@ -225,7 +225,7 @@ def test_of_two_calls_the_good_one_runs_and_both_are_answered_in_order() -> None
     results = asyncio.run(BOX.run(good, bad))
     assert [result.ok for result in results] == [False, True, False]
     assert results[1].content == "3" and RAN == [(1, 2)]
-    assert results[1].message() == {"role": "tool", "name": "add", "content": "3"}
+    assert results[1].message() == {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "3"}
 
 
 def test_calls_inside_thinking_are_not_calls() -> None:
