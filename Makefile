@@ -62,8 +62,8 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-		echo "error: $(PYTHON) is $$("$(PYTHON)" --version 2>&1 || true); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+		echo "error: $(PYTHON) is $$("$(PYTHON)" --version 2>/dev/null || echo no Python that runs); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }')
 	if [ "$$free_mb" -lt "$(MIN_FREE_MB)" ]; then
 		echo "error: $$free_mb MB of disk are free here and the install needs about $(MIN_FREE_MB) MB: free some, or put it elsewhere with" \
@@ -72,17 +72,17 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -e "$(VENV)" ] && [ ! -e "$(VENV)/pyvenv.cfg" ]; then
 		echo "error: $(VENV) exists and is no virtual environment: remove it yourself or name another place with VENV=" >&2; exit 1
 	fi
-	rm -rf "$(VENV)"
 	pins=$$(mktemp)
 	trap 'rm -rf "$$pins" "$(VENV)-bootstrap"' EXIT
 	cp constraints.txt "$$pins"
 	site=
 	if [ "$(SYSTEM_TORCH)" = 1 ]; then
 		site=--system-site-packages
-		"$(PYTHON)" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11), torch.__version__' || {
-			echo "error: SYSTEM_TORCH=1 needs torch 2.11 or newer in $(PYTHON): install it there, or leave SYSTEM_TORCH out" >&2; exit 1; }
+		found=$$("$(PYTHON)" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11), torch.__version__' 2>&1) || {
+			echo "error: SYSTEM_TORCH=1 needs torch 2.11 or newer in $(PYTHON) ($${found##*$$'\n'}): install it there, or leave SYSTEM_TORCH out" >&2; exit 1; }
 		grep -v '^torch==' constraints.txt > "$$pins"
 	fi
+	rm -rf "$(VENV)"
 	if "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then
 		"$(PYTHON)" -m venv $$site "$(VENV)"
 	elif "$(PYTHON)" -m virtualenv --version >/dev/null 2>&1; then
