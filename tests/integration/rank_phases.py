@@ -20,7 +20,9 @@ _NOTHING = np.zeros(0, np.int64)
 _LANES: dict[str, Any] = {"seats": np.zeros(4, np.int64), "generations": np.zeros(4, np.int32), "variant": Variant(noise=True)}
 
 
-def quick_plan(folder: Path, *, size: int = 3, dedicated: bool = False, stall_s: float = 60.0, build_s: float = 60.0) -> PeersPlan:
+def quick_plan(
+    folder: Path, *, size: int = 3, dedicated: bool = False, stall_s: float = 60.0, build_s: float = 60.0, start_s: float = 10.0
+) -> PeersPlan:
     """Return the plan of `size` ranks, the others of which are `quick_rank` processes."""
     return PeersPlan(
         model=folder,
@@ -30,7 +32,7 @@ def quick_plan(folder: Path, *, size: int = 3, dedicated: bool = False, stall_s:
         rank_timeout_s=TIMEOUT_S,
         stall_s=stall_s,
         build_s=build_s,
-        start_s=TIMEOUT_S,
+        start_s=start_s,
         threads=1,
         dedicated=dedicated,
         sizes=SegmentSizes(world=size, num_records=8, bulk_bytes=4096),

@@ -90,7 +90,7 @@ SLOW = slow(*((phase, rank, 3) for phase in ["start-up", *PHASES] for rank in (1
 def test_a_lost_rank_ends_the_others_and_is_named(
     start: Callable[..., Peers], how: signal.Signals, phase: str, rank: int, size: int
 ) -> None:
-    peers = start(size=size)
+    peers = start(size=size, **({"start_s": TIMEOUT_S} if phase == "start-up" else {}))
     pids = peers.pids
     if phase == "start-up":
         wait_until(lambda: peers._segment.own(rank, Own.PHASE) == Phase.ATTACHED, 10.0)
