@@ -31,7 +31,7 @@ from areno.request import (
 from rollout.client.local import LocalService
 from rollout.wire.codec import Packet, decode, encode
 from rollout.wire.curve import ClientKey
-from rollout.wire.operations import CLIENT_REPLIES, DATA_REQUESTS, Op
+from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, Op
 from rollout.wire.security import new_token
 from rollout.wire.transport import Context, Poller, Sent
 
@@ -550,6 +550,14 @@ class ScriptedFront:
                 if packet.op is op:
                     return packet
         raise AssertionError(f"no {op.name} within {timeout_s} s")
+
+    def refuse_on_control(self, code: str, timeout_s: float = 5.0) -> None:
+        """Answer the next message on the control socket with an error."""
+        assert Poller([self._control]).wait(timeout_s)
+        incoming = self._control.receive()
+        assert incoming is not None
+        request_id = decode(incoming.frames, CONTROL_REQUESTS).request_id
+        assert self._control.send(incoming.route, encode(Op.ERROR, request_id, {"code": code, "what": "as told"})) is Sent.OK
 
     def send(self, op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send to the client that spoke last."""

@@ -443,9 +443,16 @@ class IoThread:
                 self._end(one, error)
 
     def _hello_refused(self, link: Link, error: RolloutError) -> None:
-        if self.welcome is not None and link is self._data and error.code in ("server_restarted", "no_session"):
+        gone = error.code in ("server_restarted", "no_session")
+        if gone and link is self._control:
+            # The session is the data connection's to renew: what was under way hears of it once, and what comes later does not.
+            if self._data.welcomed:
+                self._hello(self._data)
+        elif gone and self.welcome is not None:
             self.welcome = None
-            link.queue.clear()
+            for one in (self._data, self._control):
+                if one is not None:
+                    one.queue.clear()
             self._fail(lambda _: ServerRestarted(error.what, limit=error.limit, remedy="submit the request again"))
             self._hello(link)
         else:

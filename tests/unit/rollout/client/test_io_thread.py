@@ -192,6 +192,25 @@ def test_another_incarnation_fails_what_was_under_way_and_the_client_goes_on(fro
         assert again.result(5).ids.tolist() == [5]
 
 
+def test_what_is_asked_after_a_restart_was_told_does_not_fail_with_it_again(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    """Both connections are refused their session, and the second refusal comes when the caller has gone on already."""
+    with connected(front, pool) as client:
+        lost = pool.submit(client.generate, [1], max_new_tokens=4)
+        request = front.expect(Op.GENERATE)
+        front.send(Op.ERROR, request.request_id, {"code": "no_session", "what": "who are you"})
+        front.send(Op.ERROR, front.expect(Op.HELLO).request_id, {"code": "server_restarted", "what": "started again"})
+        with pytest.raises(ServerRestarted):
+            lost.result(5)
+        hello = front.expect(Op.HELLO)
+        again = pool.submit(client.generate, [1], max_new_tokens=1)
+        front.refuse_on_control("server_restarted")
+        time.sleep(0.1)
+        assert not again.done()
+        front.welcome(hello)
+        front.deltas(front.expect(Op.GENERATE).request_id, 0, [5], seq=1, kind="length")
+        assert again.result(5).ids.tolist() == [5]
+
+
 def test_a_heartbeat_answer_recovers_an_ending_that_was_lost(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
     import numpy as np
 
