@@ -388,7 +388,7 @@ class FakeEngine:
     def stats(self) -> dict[str, int | float]:
         """Return gauges; broken ones have a key that no message may have."""
         if self._broken_stats:
-            return {1: 2}  # type: ignore[dict-item]
+            return {"waiting": [2]}  # type: ignore[dict-item]
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
