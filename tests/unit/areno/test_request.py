@@ -174,3 +174,11 @@ def test_a_number_beyond_every_float_is_out_of_range_on_its_own_side() -> None:
         with pytest.raises(InvalidRequest, match=r"presence_penalty=.*is out of range; allowed: -100 to 100") as refusal:
             SamplingParams(presence_penalty=value)
         assert refusal.value.value == shown
+
+
+@pytest.mark.parametrize("prior", [4, 5])
+def test_a_resumed_output_that_has_used_its_whole_budget_is_refused(prior: int) -> None:
+    with pytest.raises(InvalidRequest, match="the rollout is complete; do not resume it") as refusal:
+        Request(request_id=0, prompt_ids=[1] * 6, prior_output_tokens=prior, sampling=SamplingParams(max_new_tokens=4))
+    assert refusal.value.field == "prior_output_tokens"
+    Request(request_id=0, prompt_ids=[1] * 6, prior_output_tokens=3, sampling=SamplingParams(max_new_tokens=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_the_loss_takes_or_refuses_whatever_its_options_are_given(batch: Batch, 
     new = token_logprobs(torch.zeros(2, 5, VOCAB), batch)
     for number, value in enumerate(VALUES):
         try:
-            assert math.isfinite(float(policy_loss(new, batch, **{name: value}).loss)), (name, number)
+            assert math.isfinite(float(policy_loss(new, batch, **{name: value}).loss.detach())), (name, number)
         except InvalidBatch as error:
             check_refusal(error, (name, number))
     for bad in (0, -1, math.nan, True):
@@ -178,3 +179,24 @@ def test_an_argument_that_a_push_cannot_have_is_refused_before_an_update_is_open
         check_refusal(refusal.value, (name, number))
         refused += refusal.value.field == name
     assert refused > 20 and "begin" not in service.calls
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient_nor_counts(batch: Batch, garbage: float) -> None:
+    def trained(batch: Batch, outside: float) -> tuple[float, torch.Tensor, float, float]:
+        new = torch.where(batch.loss_mask_ST, batch.logprobs_ST - 0.1, outside).requires_grad_()
+        outcome = policy_loss(new, batch)
+        outcome.loss.backward()
+        assert new.grad is not None
+        return float(outcome.loss.detach()), new.grad, outcome.mean_ratio, outcome.mean_abs_log_ratio
+
+    clean = trained(batch, 0.0)
+    spoilt = replace(
+        batch,
+        behaviour_logprobs_ST=torch.where(batch.loss_mask_ST, batch.behaviour_logprobs_ST, garbage),
+        advantages_ST=torch.where(batch.loss_mask_ST, batch.advantages_ST, garbage),
+    )
+    for outside in (0.0, garbage):
+        found = trained(spoilt, outside)
+        assert found[0] == clean[0] and torch.equal(found[1], clean[1]) and found[2:] == clean[2:]
+    assert clean[1][batch.loss_mask_ST].abs().min() > 0
