@@ -26,6 +26,7 @@ from areno.errors import DuplicateRequest
 from areno.kv.prefix import PrefixIndex, run_lengths
 from areno.kv.residency import PageCopy, Residency
 from areno.live import NO_ROW, LiveRequest, Phase
+from areno.prompt_chunks import add_score, cut_chunk
 from areno.readback import NOT_FINITE, LaunchNews, read_launch
 from areno.request import (
     Finished,
@@ -293,7 +294,7 @@ class Scheduler:
             take = min(budget, live.ids.size - live.computed)
             budget -= take
             self.counters["prefill_tokens"] += take
-            chunk = self._chunk(live, take)
+            chunk = cut_chunk(live, take, version=self._version, residency=self._residency)
             if live.computed == live.ids.size:
                 self._prefilling.popleft()
                 if not live.rebuilt_at:
@@ -342,31 +343,6 @@ class Scheduler:
             self.counters["forks"] += 1
             started.append(live)
         return started
-
-    def _chunk(self, live: LiveRequest, take: int) -> PrefillChunk:
-        start, end = live.computed, live.computed + take
-        if not live.base_spans or live.base_spans[-1][1] != self._version:
-            live.base_spans = (*live.base_spans, (start, self._version))
-        live.computed = end
-        self._residency.publish_prompt(live)
-        first = live.request.sampling.prompt_logprobs_from
-        targets = np.zeros(0, dtype=np.int64)
-        score_from = start
-        if first is not None and live.prompt_logprobs is not None:
-            # Position p's logits score the id at p + 1; ids sampled by this request are not part of its prompt.
-            score_from = max(start, first - 1)
-            targets = live.ids[score_from + 1 : min(end + 1, live.prompt_tokens)].astype(np.int64)
-        return PrefillChunk(
-            ids=live.ids[start:end].astype(np.int64),
-            start=start,
-            pages=np.array(live.pages[: self._residency.pages_for(end)], dtype=np.int64),
-            rows=(),
-            score_from=score_from,
-            score_targets=targets,
-            temperature=live.request.sampling.temperature,
-            seat=live.seat,
-            generation=live.generation,
-        )
 
     def _plan_decode(self) -> DecodeLaunch | None:
         launch = self._rows.next_launch()
@@ -528,21 +504,13 @@ class Scheduler:
             live = self._by_seat.get(score.seat)
             if live is None or live.prompt_logprobs is None or live.generation != score.generation:
                 continue
-            end = score.position + score.logprobs.size
-            live.prompt_logprobs[:, score.position : end] = score.logprobs, score.raw_logprobs
             if not np.isfinite(score.raw_logprobs).all():
                 live.prompt_logprobs = None
                 self._break(live, NOT_FINITE)
                 continue
-            if end == live.prompt_tokens:
-                first = live.request.sampling.prompt_logprobs_from or 0
-                tempered, raw = live.prompt_logprobs[:, first:]
-                assert not np.isnan(raw).any(), "a prompt position was never scored"
-                request_id = live.request.request_id
-                self._scored.append(
-                    PromptScore(request_id=request_id, start=first, logprobs=tempered, raw_logprobs=raw, version=result.launch.version)
-                )
-                live.prompt_logprobs = None
+            scored = add_score(live, score, version=result.launch.version)
+            if scored is not None:
+                self._scored.append(scored)
 
 
 def _pages(copies: list[PageCopy], side: str) -> np.ndarray:
