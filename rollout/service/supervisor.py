@@ -72,6 +72,7 @@ class Supervisor:
         self._initial_version, self._max_restarts, self._probe = initial_version, max_restarts, probe
         self._starts: list[float] = []
         self._cause: RolloutError | None = None
+        self._broken = False
         self._kill_at: float | None = None
         self.facts: EngineFacts | None = None
         self.failure: RolloutError | None = None
@@ -82,7 +83,7 @@ class Supervisor:
         self._metrics.host_starts += 1
         self._starts.append(time.monotonic())
         self._cause = self._kill_at = None
-        self.loading = False
+        self._broken = self.loading = False
         self._probe.forget()
         self._link.start(self._initial_version, self._control.lost)
 
@@ -93,6 +94,9 @@ class Supervisor:
             if packet is None:
                 break
             self._probe.heard(time.monotonic())
+            if self._broken:
+                # What comes behind a step that was not taken would stand in that one's place.
+                continue
             if isinstance(packet, BadMessage):
                 self._bad_message(packet)
             elif not self._took(packet):
@@ -131,7 +135,7 @@ class Supervisor:
         """Fail the call that got a broken answer; a broken step has lost tokens, so its host cannot go on."""
         log.error("the engine host sent what is no message: %s", bad.error)
         if bad.call_id == NO_REQUEST:
-            self._cause = bad.error
+            self._cause, self._broken = bad.error, True
             self._link.kill()
         else:
             self._calls.fail(bad.call_id, InternalError(f"the engine host's answer is broken: {bad.error.what}", limit=bad.error.limit))
@@ -142,6 +146,7 @@ class Supervisor:
             self._take(packet)
         except Exception as error:
             log.exception("a message of the engine host could not be taken")
+            self._broken = True
             self._cause = InternalError(
                 f"the engine host sent what does not fit together: {type(error).__name__}: {plain_text(str(error), 300)}"
             )
@@ -178,7 +183,7 @@ class Supervisor:
 
     def _exited(self, status: int) -> None:
         for packet in self._link.last_words():
-            if not self._took(packet):
+            if self._broken or not self._took(packet):
                 break
         cause, pid = self._cause, self._link.pid
         now = time.monotonic()
