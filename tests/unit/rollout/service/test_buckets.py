@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,12 @@ def announced(handle: dict[str, Any], **changes: Any) -> WeightsStageBucket:
     return body
 
 
+def open_files() -> int:
+    # What earlier tests left as garbage is not to be closed between two counts.
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def in_frames(content: np.ndarray = CONTENT, **changes: Any) -> tuple[WeightsStageBucket, np.ndarray]:
     return announced({"kind": "frames"}, **{"xxh3": xxhash.xxh3_64_hexdigest(CONTENT), **changes}), content
 
@@ -91,12 +98,12 @@ EXPECTED = {"first.weight": VALUES[:32].tolist(), "second.weight": VALUES[32:].t
 
 
 def test_a_segment_is_taken_between_steps_and_given_back(intake: WeightIntake, segment: Segment) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     intake.stage_bucket(b"c", announced(segment.handle()), None)
     assert intake.busy and intake.advance() is None, "the first piece is not the end"
     assert finish(intake) == StagedFile(b"c", None)
     assert weights(intake) == EXPECTED
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_bytes_in_a_message_are_taken_in_pieces_and_any_order(intake: WeightIntake) -> None:
@@ -207,10 +214,10 @@ def test_a_descriptor_of_anything_but_sealed_memory_is_unavailable(
     intake: WeightIntake, make: Callable[[Path], int], said: str, tmp_path: Path
 ) -> None:
     descriptor = make(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(TransportUnavailable, match=said):
         intake.stage_bucket(b"c", announced({"kind": "memfd", "process": os.getpid(), "descriptor": descriptor, "nonce": bytes(16)}), None)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     os.close(descriptor)
     with pytest.raises(TransportUnavailable, match="cannot be opened: No such file"):
         intake.stage_bucket(b"c", announced({"kind": "memfd", "process": os.getpid(), "descriptor": descriptor, "nonce": bytes(16)}), None)
@@ -288,11 +295,11 @@ def test_what_the_engine_refuses_reaches_the_caller_of_that_bucket(intake: Weigh
 
 def test_an_abort_answers_what_was_being_staged_and_forgets_the_buckets(intake: WeightIntake, segment: Segment) -> None:
     assert staged(intake, *in_frames(bucket=1)) is None
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     intake.stage_bucket(b"c", announced(segment.handle()), None)
     assert intake.advance() is None
     intake.abort("u")
-    assert isinstance(finish(intake).error, NoUpdate) and len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
+    assert isinstance(finish(intake).error, NoUpdate) and open_files() == before, "nothing stays open"
     with pytest.raises(NoUpdate):
         intake.stage_bucket(b"c", *in_frames())
     intake.begin("u", 2, None, partial=False)
