@@ -19,7 +19,8 @@ from trainer_bridge import WeightPush
 
 torch.set_num_threads(1)
 TRANSPORTS = ("memory", "file", "frames", "group")
-NEW_TOKENS = 150
+# Many enough to outlast an update on a fast machine.
+NEW_TOKENS = 450
 TOLERANCE = 1e-4
 BUCKET_BYTES = 32_768
 
@@ -28,7 +29,7 @@ BUCKET_BYTES = 32_768
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.Client]:
     folder = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", seed=0)
     # Eight requests of 33 + 150 tokens need 96 pages.
-    with rollout.local(str(folder), dtype="float32", threads=1, max_rows=8, page_size=16, num_pages=60) as client:
+    with rollout.local(str(folder), dtype="float32", threads=1, max_rows=8, page_size=16, num_pages=160) as client:
         yield client
 
 

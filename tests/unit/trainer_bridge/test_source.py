@@ -442,11 +442,11 @@ def test_options_outside_their_domain_are_refused_by_name(play: Play, option: st
 
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
-    [("version", 3, "version=lambda: push.version"), ("safe_point", 1, "pass the function safe_point"), ("prompts", 5, "range(n)")],
+    [("version", 3, "lambda: push.version"), ("safe_point", 1, "push.push_if_needed"), ("prompts", 5, "[prompt]")],
 )
 def test_what_is_no_function_and_no_list_of_prompts_is_refused_at_once(play: Play, option: str, value: int, remedy: str) -> None:
     given: dict[str, Any] = {"prompts": range(4), "run_group": play, "group_size": 2, "version": lambda: 0} | {option: value}
-    with pytest.raises(InvalidOption, match=f"{option} is a int") as caught:
+    with pytest.raises(InvalidOption, match=f"{option}={value}") as caught:
         RolloutSource(**given)
     assert caught.value.field == option and remedy in str(caught.value)
 
