@@ -23,6 +23,8 @@ from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, rea
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 PREFIX = "areno-weights"
 TRAINER_RANK, GROUP_SIZE = 0, 2
+# Read by the other side before it joins: two ranks of groups of other sizes can meet, and wait for a third for ever.
+SIZE_KEY = "size"
 REMEDY = "let the engine host reach this host and port, pass ProcessGroupTransport(client, host=...), or choose another transport"
 
 
@@ -89,6 +91,7 @@ class ProcessGroupTransport:
     def _attempt(self, backend: str) -> Any:
         try:
             store = dist.PrefixStore(PREFIX, self._store)
+            store.set(SIZE_KEY, str(GROUP_SIZE))
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout

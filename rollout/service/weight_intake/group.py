@@ -26,6 +26,8 @@ PREFIX = "areno-weights"
 MAX_CAUSE = 500
 GRACE_S = 0.5
 ENGINE_RANK, GROUP_SIZE = 1, 2
+# What the trainer says of its group in the store, before anybody joins.
+SIZE_KEY = "size"
 
 
 def _unavailable(what: str, why: str) -> TransportUnavailable:
@@ -110,6 +112,9 @@ class GroupLink:
         body = self._body
         store = dist.TCPStore(body.host, body.port, GROUP_SIZE, is_master=False, timeout=self._timeout)
         prefixed = dist.PrefixStore(PREFIX, store)
+        size = prefixed.get(SIZE_KEY)
+        if size != str(GROUP_SIZE).encode():
+            raise RuntimeError(f"the trainer's group says that its size is {size!r}, not {GROUP_SIZE}")
         if body.backend == "nccl":
             import torch
 
