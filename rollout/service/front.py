@@ -267,7 +267,7 @@ class Front:
 
     def _slept_through(self, seconds: float) -> None:
         """Blame nobody for a time in which this process did not run."""
-        self._sessions.extend_all(seconds)
+        self._sessions.extend_all(seconds, time.monotonic())
         self._probe.stood_still(seconds)
 
     def _tick(self) -> float | None:

@@ -165,10 +165,12 @@ class SessionBook:
         if route is not None:
             self._by_route.pop((channel, route), None)
 
-    def extend_all(self, seconds: float) -> None:
-        """Give every lease the time in which this process itself did not run."""
+    def extend_all(self, seconds: float, now: float) -> None:
+        """Give every lease the time in which this process itself did not run, and enough to read the heartbeats that came meanwhile."""
+        if seconds <= 0:
+            return
         for session in self._by_id.values():
-            session.expires_at += seconds
+            session.expires_at = max(session.expires_at + seconds, now + self.lease_s / 2)
 
     def expired(self, now: float) -> list[Session]:
         """Return the sessions whose lease ended."""

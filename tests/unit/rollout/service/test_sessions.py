@@ -44,7 +44,7 @@ def test_a_lease_ends_unless_something_is_heard() -> None:
     assert book.expired(1.0) == [quiet]
     book.close(quiet)
     assert book.expired(1.4) == []
-    book.extend_all(10.0)
+    book.extend_all(10.0, 0.0)
     assert book.expired(11.0) == []
     assert book.expired(11.5) == [loud]
     assert len(book) == 1
@@ -89,3 +89,13 @@ def test_sessions_are_bounded_and_the_way_out_is_named(monkeypatch: pytest.Monke
     with pytest.raises(Busy, match="GOODBYE"):
         book.open("b", Channel.DATA, OTHER, 0.0)
     assert book.bound_to(Channel.DATA, ROUTE) is first and book.bound_to(Channel.DATA, OTHER) is None
+
+
+def test_after_a_standstill_a_lease_leaves_time_for_what_was_sent_meanwhile() -> None:
+    """The wait that was planned before the process stood still is no time in which it read anything."""
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0)
+    book.extend_all(0.7, 1.8)
+    assert book.expired(1.8) == [] and book.next_expiry() == 2.3
+    book.extend_all(0.0, 2.2)
+    assert book.expired(2.3) == [session]
