@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from areno.kernels.noise import _splitmix64
+from areno.kernels.digest import digest_terms, word_mask
 from areno.uploads import upload
 from areno.weights.digest import bits_of
 
@@ -61,13 +61,10 @@ def _learn_of(
     against = _load(live, place, count, WHOLE, ALIGNED)
     bits = word.to(tl.int64)
     strange = ((bits & EXPONENT) == EXPONENT).to(tl.int32) | ((word != against).to(tl.int32) << 1)
-    if MASK != 0:
-        # A narrow word was sign-extended; its upper bits are no part of it.
-        bits = bits & MASK
     index = place
     if PARTS:
         index = start + place // run * stride + place % run
-    return bits.to(tl.uint64, bitcast=True) * (_splitmix64(index.to(tl.uint64, bitcast=True)) | 1), strange
+    return digest_terms(bits, index, MASK), strange
 
 
 @triton.jit
@@ -139,14 +136,13 @@ def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]]
     words = torch.zeros((len(pairs), 2), dtype=torch.int64, device=device)
     programs, tables, aligned = _tables(pairs, size)
     if programs:
-        mask = 0 if size == 8 else (1 << (8 * size)) - 1
         _inspect_kernel[(programs,)](
             *tables,
             None if layouts is None else upload(device, np.array(layouts, dtype=np.int64))[0],
             words,
             PARTS=layouts is not None,
             WORD=_WORDS[size][0],
-            MASK=mask,
+            MASK=word_mask(size),
             EXPONENT=_EXPONENT[dtype],
             ALIGNED=aligned,
             BLOCK=BLOCK,
