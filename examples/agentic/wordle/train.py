@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 import rollout
+from examples.agentic.script import add_options, end_on_sigterm, show
 from examples.agentic.tictactoe.train import learn
 from examples.agentic.tiny_model import MODEL_DIR
 from examples.agentic.tiny_model.vocabulary import write_tokenizer
@@ -170,7 +168,6 @@ def run(options: Options, out: TextIO) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line."""
-    default = Options()
     parser = argparse.ArgumentParser(prog="python -m examples.agentic.wordle.train", description=(__doc__ or "").splitlines()[0])
     about = {
         "words": f"words of the list that are played with, of {len(WORDS)}",
@@ -183,10 +180,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         "held_out": "games that measure before and after",
         "seed": "decides words and draws",
     }
-    for name, text in about.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{text} (default {value})")
-    parser.add_argument("--json", action="store_true", help="print one JSON line on standard output; all else goes to standard error")
+    add_options(parser, Options(), about)
     options = Options(**vars(parser.parse_args(arguments)))
     ranges = {"words": (2, len(WORDS)), "guesses": (1, 20), "warm_steps": (1, None), "steps": (1, None), "groups": (1, 2**31)}
     ranges |= {"members": (2, None), "held_out": (1, None), "seed": (0, 2**15)}
@@ -197,21 +191,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     return options
 
 
+def outcome(facts: Mapping[str, Any]) -> str:
+    """Return what a run came to in a sentence."""
+    return f"words found: {facts['found_first']:.1%} -> {facts['found_last']:.1%} in {facts['seconds']:.0f} s"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and show what came of it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the `with` block then ends the service
+    end_on_sigterm()
     options = parse_options(arguments)
-    try:
-        facts = run(options, sys.stderr if options.json else sys.stdout)
-    except rollout.RolloutError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; the service has ended", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    if options.json:
-        print(json.dumps(facts), flush=True)
-    else:
-        print(f"words found: {facts['found_first']:.1%} -> {facts['found_last']:.1%} in {facts['seconds']:.0f} s", flush=True)
+    show(lambda out: run(options, out), as_json=options.json, text=outcome)
 
 
 if __name__ == "__main__":
