@@ -75,6 +75,8 @@ class SessionBook:
         self._by_id: dict[bytes, Session] = {}
         self._by_number: dict[int, Session] = {}
         self._by_route: dict[tuple[Channel, bytes], Session] = {}
+        # Connections that the socket says are gone, whose last messages may still be read: session, and what the gate called them.
+        self._leaving: dict[tuple[Channel, bytes], tuple[Session, str]] = {}
         self._next = 1
 
     def __len__(self) -> int:
@@ -143,6 +145,8 @@ class SessionBook:
         former = self._by_route.get((channel, route))
         if former is not None and former is not session:
             former.routes.pop(channel, None)
+        self._forget_leaving(session, channel)
+        self._leaving.pop((channel, route), None)
         session.routes[channel], session.users[channel] = route, user
         self._by_route[(channel, route)] = session
 
@@ -153,17 +157,23 @@ class SessionBook:
             # The bound connection is gone, and another one has its routing id: nothing may go there any more.
             self.unbind(session, channel)
             session = None
+        if session is None and (left := self._leaving.get((channel, route))) is not None and left[1] == user:
+            session = left[0]
         if session is None:
             raise NoSession("this connection has no session", remedy="say HELLO first, with session and secret to continue one")
         session.expires_at = now + self.lease_s
         return session
 
     def unbind(self, session: Session, channel: Channel) -> None:
-        """Forget a connection that the socket says is gone; the lease runs on."""
-        route = session.routes.pop(channel, None)
-        session.users.pop(channel, None)
+        """Send nothing more to a connection that is gone; what it sent before is still heard, and the lease runs on."""
+        route, user = session.routes.pop(channel, None), session.users.pop(channel, "")
         if route is not None:
             self._by_route.pop((channel, route), None)
+            self._leaving[(channel, route)] = session, user
+
+    def _forget_leaving(self, session: Session, channel: Channel) -> None:
+        for place in [place for place, left in self._leaving.items() if left[0] is session and place[0] is channel]:
+            del self._leaving[place]
 
     def extend_all(self, seconds: float, now: float) -> None:
         """Give every lease the time in which this process itself did not run, and enough to read the heartbeats that came meanwhile."""
@@ -184,5 +194,7 @@ class SessionBook:
         """Forget a session and its connections."""
         for channel in list(session.routes):
             self.unbind(session, channel)
+        for channel in Channel:
+            self._forget_leaving(session, channel)
         self._by_id.pop(session.session_id, None)
         self._by_number.pop(session.number, None)

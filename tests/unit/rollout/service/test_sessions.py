@@ -99,3 +99,33 @@ def test_after_a_standstill_a_lease_leaves_time_for_what_was_sent_meanwhile() ->
     assert book.expired(1.8) == [] and book.next_expiry() == 2.3
     book.extend_all(0.0, 2.2)
     assert book.expired(2.3) == [session]
+
+
+def test_the_last_words_of_a_connection_that_is_gone_are_heard_and_nobody_elses() -> None:
+    """A client that says goodbye and leaves is gone for a send before its goodbye is read."""
+    book = SessionBook(1.0)
+    session = book.open("a", Channel.DATA, ROUTE, 0.0, "local#1")
+    book.unbind(session, Channel.DATA)
+    assert Channel.DATA not in session.routes
+    assert book.heard(Channel.DATA, ROUTE, 0.5, "local#1") is session and Channel.DATA not in session.routes
+    for route, user in ((ROUTE, "local#2"), (OTHER, "local#1")):
+        with pytest.raises(NoSession):
+            book.heard(Channel.DATA, route, 0.5, user)
+    book.resume(session.session_id, session.secret, Channel.DATA, OTHER, 0.6, "local#3")
+    with pytest.raises(NoSession):
+        book.heard(Channel.DATA, ROUTE, 0.7, "local#1")
+    book.unbind(session, Channel.DATA)
+    book.close(session)
+    with pytest.raises(NoSession):
+        book.heard(Channel.DATA, OTHER, 0.8, "local#3")
+    assert not book._leaving
+
+
+def test_a_new_session_on_a_former_connections_route_is_its_own() -> None:
+    book = SessionBook(1.0)
+    first = book.open("a", Channel.DATA, ROUTE, 0.0, "local#1")
+    book.unbind(first, Channel.DATA)
+    second = book.open("b", Channel.DATA, ROUTE, 0.1, "local#2")
+    assert book.heard(Channel.DATA, ROUTE, 0.2, "local#2") is second
+    with pytest.raises(NoSession):
+        book.heard(Channel.DATA, ROUTE, 0.3, "local#1")
