@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ class Engine:
         try:
             with current_device(device):
                 self._compose(config, model_config, device, beside)
-        except BaseException:
+        except BaseException as error:
+            # The frames hold captured steps, and a group does not end before the steps that name it.
+            traceback.clear_frames(error.__traceback__)
             self._ranks.close()
             raise
 

@@ -147,8 +147,13 @@ def row_class(num_rows: int) -> int:
     return 1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
 
 
-def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torch.dtype = torch.bfloat16, *, normed: bool = False) -> Tiles:
-    """Return the tables' tiles for this many rows, normed or not, and a weight of this shape, cut down to a small weight."""
+def default_tiles(
+    num_rows: int, num_weight_rows: int, in_size: int, dtype: torch.dtype = torch.bfloat16, *, normed: bool = False, glu: bool = False
+) -> Tiles:
+    """Return the tables' tiles for this many rows, normed or not, and a weight of this shape, cut down to a small weight.
+
+    With `glu` a tile holds pairs of a gate's and an up's row.
+    """
     rows, shape = row_class(num_rows), shape_class(num_weight_rows, in_size)
     columns = triton.next_power_of_2(in_size)
     if rows == 1:
@@ -157,7 +162,7 @@ def default_tiles(num_rows: int, num_weight_rows: int, in_size: int, dtype: torc
             return replace(resident, block_n=max(2, min(resident.block_n, _MAX_RESIDENT // columns)))
         vector = _VECTOR_TILES[shape]
         least = triton.next_power_of_2(triton.cdiv(in_size, _MAX_UNROLLED))
-        return replace(vector, block_k=max(least, min(vector.block_k, columns)))
+        return replace(vector, block_n=max(vector.block_n, 2 if glu else 1), block_k=max(least, min(vector.block_k, columns)))
     tiles = _FP32_TILES if dtype == torch.float32 else _ROW_TILES[shape.removeprefix("deep "), rows]
     block_k = max(16, min(tiles.block_k, columns // tiles.warps_k))
     return replace(tiles, block_k=block_k, split=max(1, min(tiles.split, in_size // (block_k * tiles.warps_k))))
@@ -247,7 +252,7 @@ def _launch(
     assert norm_weight is None or norm_weight.shape == (in_size,), "one norm weight for each input"
     assert bias is None or bias.shape == (num_weight_rows,), "one bias for each row of the weight"
     normed = norm_weight is not None
-    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size, weight.dtype, normed=normed)
+    tiles = tiles or default_tiles(num_rows, num_weight_rows, in_size, weight.dtype, normed=normed, glu=glu)
     flags = {"NORM": normed, "BIAS": bias is not None, "GLU": glu, "ADD": add, "EVICT": tiles.evict, "PDL": pdl}
     options = flags | {"num_warps": tiles.num_warps} | ({"launch_pdl": True} if pdl else {})
     num_tiles = triton.cdiv(num_weight_rows, tiles.block_n)

@@ -156,6 +156,25 @@ def test_every_target_shape_has_tiles_of_its_class():
             assert isinstance(normed, ResidentTiles) == (rows == 1 and in_size == 4096) or in_size == 12288
 
 
+@pytest.mark.parametrize("rows", [1, 2, 24])
+@pytest.mark.parametrize("normed", [True, False])
+def test_gate_and_up_find_tiles_of_whole_pairs_whatever_their_size(rows, normed):
+    sizes = (512, 2048, 12288, 24576, 1 << 17)
+    assert all(
+        default_tiles(rows, weight_rows, in_size, normed=normed, glu=True).block_n % 2 == 0
+        for weight_rows in sizes
+        for in_size in (1024, 4096, 5120, 12288, 16384)
+    )
+
+
+def test_gate_and_up_of_one_row_and_a_square_weight_are_multiplied():
+    x, weight = draw(1, 2048), draw(2048, 2048, seed=1) / 45
+    out = torch.full((1, 1024), torch.nan)
+    fused_norm_gate_up(x, None, EPS, weight, None, out)
+    gate, up = (x @ weight.t()).chunk(2, dim=1)
+    assert_close(out, torch.nn.functional.silu(gate) * up)
+
+
 def test_resident_tiles_of_longer_rows_fill_no_more_memory():
     sizes = {in_size: default_tiles(1, 1 << 15, in_size, normed=True) for in_size in (2048, 4096, 5120, 8192, 16384, 32768)}
     assert [getattr(sizes[in_size], "block_n", 0) for in_size in (2048, 4096, 5120, 8192, 16384)] == [4, 4, 2, 2, 2]
