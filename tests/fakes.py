@@ -141,7 +141,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         fail_at_load: str | None = None,
         fail_at_step: int | None = None,
-        broken_stats: bool = False,
+        broken_stats: str | None = None,
         **_: Any,
     ) -> None:
         time.sleep(load_s)
@@ -386,9 +386,9 @@ class FakeEngine:
         self._hints = {key: other for key, other in self._hints.items() if other != owner}
 
     def stats(self) -> dict[str, int | float]:
-        """Return gauges; broken ones have a key that no message may have."""
-        if self._broken_stats:
-            return {"waiting": [2]}  # type: ignore[dict-item]
+        """Return gauges; `broken_stats` makes them what the front cannot read ("unread") or the host cannot send ("unsent")."""
+        if self._broken_stats is not None:
+            return {"waiting": {"unread": [2], "unsent": {2}}[self._broken_stats]}  # type: ignore[dict-item]
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),

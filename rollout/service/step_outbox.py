@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.errors import error_fields, plain_text
+from rollout.errors import InternalError, InvalidRequest, error_fields, plain_text
 from rollout.wire.codec import NO_REQUEST, Frame, encode
 from rollout.wire.operations import Op
 from rollout.wire.transport import Peer, Sent
@@ -66,6 +66,16 @@ def score_arrays(scores: Sequence[PromptScore]) -> dict[str, np.ndarray]:
         "prompt_logprobs": np.concatenate([score.logprobs for score in scores]).astype(np.float32),
         "prompt_raw_logprobs": np.concatenate([score.raw_logprobs for score in scores]).astype(np.float32),
     }
+
+
+def _encoded(op: Op, call_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> list[Frame]:
+    """Return the frames of a message to the front. Raises: InternalError, since no caller can mend what the host itself made."""
+    try:
+        return encode(op, call_id, fields, arrays)
+    except InvalidRequest as error:
+        raise InternalError(
+            f"the engine host's {op.name} cannot be sent: {error.what}", field=error.field, value=error.value, limit=error.limit
+        ) from error
 
 
 class StepOutbox:
@@ -128,8 +138,8 @@ class StepOutbox:
             self._under_way_bytes -= self._under_way.popleft()
 
     def reply(self, op: Op, call_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Send anything that is no step; keeps the order among such messages."""
-        self._unsent.append(encode(op, call_id, fields, arrays))
+        """Send anything that is no step; keeps the order among such messages. Raises: InternalError."""
+        self._unsent.append(_encoded(op, call_id, fields, arrays))
         self.send_queued()
 
     def send_queued(self) -> None:
@@ -138,7 +148,7 @@ class StepOutbox:
             self._unsent.popleft()
 
     def flush(self, version: int) -> None:
-        """Send the gathered news as one message, if there are any and few enough messages are under way."""
+        """Send the gathered news as one message, if there are any and few enough messages are under way. Raises: InternalError."""
         self.send_queued()
         if not (self._accepted or self._refused or self._outputs or self._scores or self._finished):
             return
@@ -146,7 +156,7 @@ class StepOutbox:
             return
         self._seq += 1
         fields = {"seq": self._seq, "version": version, "refused": self._refused, "finished": self._finished}
-        self._unsent.append(encode(Op.STEP, NO_REQUEST, fields, self._arrays()))
+        self._unsent.append(_encoded(Op.STEP, NO_REQUEST, fields, self._arrays()))
         self._accepted, self._refused, self._outputs, self._scores, self._finished = [], [], [], [], []
         self._under_way.append(self._gathered_bytes)
         self._under_way_bytes += self._gathered_bytes

@@ -23,6 +23,7 @@ from rollout.errors import (
     AddressInUse,
     CheckpointError,
     HostFailed,
+    InternalError,
     InvalidConfig,
     NoService,
     RequestFailed,
@@ -314,12 +315,15 @@ def test_the_front_never_loads_torch_or_the_engine(tmp_path: Path) -> None:
     assert json.loads(out) == []
 
 
-def test_a_broken_answer_of_the_host_fails_only_its_call(tmp_path: Path) -> None:
-    with fake_service(tmp_path, engine_options={"broken_stats": True}) as client:
-        with pytest.raises(RolloutError, match="answer is broken") as broken:
+@pytest.mark.parametrize(("how", "cause"), [("unread", "answer is broken.*waiting"), ("unsent", "STATS_RESULT cannot be sent.*set")])
+def test_a_broken_answer_of_the_host_fails_only_its_call_and_is_not_the_callers_fault(how: str, cause: str, tmp_path: Path) -> None:
+    with fake_service(tmp_path, engine_options={"broken_stats": how, "step_s": 0.002}) as client:
+        stream = client.stream([1], max_new_tokens=200, seed=3)
+        next(stream)
+        with pytest.raises(InternalError, match=cause):
             client.stats()
-        assert broken.value.code == "internal_error"
-        assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist()
+        assert list(stream)[-1].finished.ids.tolist() == fake_ids(3, 200).tolist(), "nobody else notices"
+        assert client.info().health == "ready"
 
 
 def test_a_script_that_pauses_and_ends_without_a_close_holds_nobody_up(tmp_path: Path) -> None:

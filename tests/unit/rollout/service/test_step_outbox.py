@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areno.request import Finished, FinishKind, FinishReason, PromptScore, StepOutput
+from rollout.errors import InternalError
 from rollout.service.step_outbox import MAX_UNDER_WAY, TOKEN_BYTES, StepOutbox
 from rollout.wire.codec import decode
 from rollout.wire.host_messages import Step
@@ -168,3 +169,15 @@ def test_an_ending_says_where_the_cache_was_rebuilt() -> None:
     outbox.add(StepOutput.empty((ended,)))
     outbox.flush(0)
     assert cast(Step, peer.packets[0].body).finished[0].kv_rebuilt_at == [5, 9]
+
+
+@pytest.mark.parametrize("value", [{1}, 2**64, object(), {2: 3}, np.int64(4), "\ud800", 1j])
+def test_what_has_no_binary_form_is_the_hosts_fault_and_leaves_the_rest_as_it_is(value: object) -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    outbox.add(step([1]))
+    with pytest.raises(InternalError, match=r"STATS_RESULT cannot be sent: engine=.*") as refused:
+        outbox.reply(Op.STATS_RESULT, bytes(16), {"values": {}, "engine": {"waiting": value}})
+    assert refused.value.code == "internal_error" and refused.value.field == "engine"
+    outbox.flush(0)
+    assert received(peer) == [1]
