@@ -12,6 +12,7 @@ import contextlib
 import enum
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -23,6 +24,8 @@ from pathlib import Path
 
 JAIL = Path(__file__).with_name("jail.py")
 EXIT_NO_JAIL = 125
+# Above those of `jail.py`, which count from 2**20 by process.
+FIRST_OWN_ID = 1 << 24
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
 LAUNCH = """
 import json, os, resource, sys
@@ -30,9 +33,13 @@ os.chdir(sys.argv[2])
 with open("main.py", "wb") as file:
     file.write(sys.stdin.buffer.read())
 os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+for own_id in map(int, sys.argv[3:]):
+    os.setgroups([])
+    os.setresgid(own_id, own_id, own_id)
+    os.setresuid(own_id, own_id, own_id)
 for name, value in json.loads(sys.argv[1]).items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", "main.py"])
+os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", sys.argv[2] + "/main.py"])
 """
 REMEDY = (
     "install bubblewrap (its command is bwrap), or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -184,53 +191,50 @@ def shown_paths() -> list[str]:
     return [*(path for path in SYSTEM if os.path.lexists(path)), *kept]
 
 
-def launch_command(python: str, limits: Limits, folder: str, *, counts_processes: bool) -> list[str]:
-    """Return the command that limits itself, then runs standard input as a program in `folder`."""
+def launch_command(python: str, limits: Limits, folder: str, *, counts_processes: bool, own_id: int | None = None) -> list[str]:
+    """Return the command that becomes user `own_id`, if there is one, limits itself, then runs standard input as a program in `folder`."""
     chosen = {name: value for name, value in limits.resource_limits().items() if counts_processes or name != "NPROC"}
-    return [python, "-I", "-S", "-c", LAUNCH, json.dumps(chosen), folder]
+    return [python, "-I", "-S", "-c", LAUNCH, json.dumps(chosen), folder, *([] if own_id is None else [str(own_id)])]
 
 
 def bubblewrap_command(python: str, limits: Limits) -> list[str]:
-    """Return the command that runs standard input as a program in bubblewrap."""
+    """Return the command that runs standard input as a program in bubblewrap.
+
+    Whoever is not root gets a user namespace. The limit of processes does not bind root, in such a namespace neither: so root goes without
+    one, builds the sandbox and in there becomes a user of this run's own, which takes its capabilities away for good.
+    """
     shown: list[str] = []
     for path in shown_paths():
+        # Bubblewrap would keep these for root alone.
+        shown += [word for folder in reversed(Path(path).parents[:-1]) for word in ("--perms", "755", "--dir", str(folder))]
         shown += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    own_id = FIRST_OWN_ID + secrets.randbelow(FIRST_OWN_ID) if os.geteuid() == 0 else None
+    if own_id is None:
+        user = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    else:
+        user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
         shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--uid",
-        "1000",
-        "--gid",
-        "1000",
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *user,
         "--die-with-parent",
         "--new-session",
-        "--cap-drop",
-        "ALL",
         *shown,
-        "--dev",
-        "/dev",
-        "--size",
-        str(limits.work_bytes),
-        "--tmpfs",
-        "/task",
-        "--chdir",
-        "/task",
+        *("--dev", "/dev"),
+        *("--perms", "1777", "--size", str(limits.work_bytes), "--tmpfs", "/task"),
+        # Left writable, these would take memory without a limit.
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", "/task"),
         "--clearenv",
-        "--setenv",
-        "HOME",
-        "/task",
-        "--setenv",
-        "PATH",
-        "/usr/bin:/bin",
-        *launch_command(python, limits, "/task", counts_processes=os.geteuid() != 0),
+        *("--setenv", "HOME", "/task"),
+        *("--setenv", "PATH", "/usr/bin:/bin"),
+        *launch_command(python, limits, "/task", counts_processes=True, own_id=own_id),
     ]
 
 
 async def find_sandbox(limits: Limits | None = None, *, unsandboxed: bool = False, ways: Sequence[str] | None = None) -> Sandbox:
     """Return the first way that works here, tried by running a program in it. Raises: SandboxUnavailable naming the remedies."""
     limits = limits or Limits()
-    # The limit of processes does not bind root in a user namespace, which bubblewrap makes.
     ways = ways or (("namespaces", "bubblewrap") if os.geteuid() == 0 else ("bubblewrap", "user_namespaces"))
     if unsandboxed:
         return Sandbox("none", limits)
