@@ -4,8 +4,8 @@ For each batch, mode and scenario: (1) both paths in lock step, results of both 
 be equal to the last bit; (2) one free run of each, not timed; (3) pairs of free runs in alternating order, each path reading its
 results as early as it can. Timed: from the first submit to the last terminal record, prefill and delivery included, garbage
 collection off; a short plan is followed several times in one run; `--budget-s` lets a case whose interval is wide go on. `speedup`
-is the geometric mean over the pairs of resident by rebuilt in tokens/s, with a 95 % interval by Student's t on its logarithm; a
-cancelled request's late tokens count for nobody.
+is the Hodges-Lehmann estimate over the pairs of resident by rebuilt in tokens/s, with its 95 % interval by signed ranks (`paired`);
+a cancelled request's late tokens count for nobody.
 `host_ms` is a step's time outside launches and waits for the device. Not timed: loading, capture, and what `decode_engines.warm` says.
 
     python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from tests.bench.decode_report import problems, table
 from tests.bench.decode_runs import CONTRACT, Gap, Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
 from tests.bench.device_trace import read_trace, summarise
+from tests.bench.paired import interval
 from tests.bench.rank_runs import agree
 from tests.bench.record import arguments, compose, keep
 
@@ -43,20 +43,8 @@ LAG = 2
 PROMPTS = {"cuda": (62, 63, 64, 65), "cpu": (14, 15, 16, 17)}
 MIN_STEPS = {"cuda": 192, "cpu": 0}
 CONTEXT = 1024
-MAX_PAIRS = 61
+MAX_PAIRS = 101
 NARROW = 1.04
-# Two-sided 95 % points of Student's t, by degrees of freedom from 1 on.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the geometric mean of ratios and its 95 % interval, which a single one has not."""
-    logs = np.log(np.asarray(ratios, dtype=np.float64))
-    mean = float(logs.mean())
-    if logs.size < 2:
-        return math.exp(mean), None, None
-    half = _T[min(logs.size - 2, len(_T) - 1)] * float(logs.std(ddof=1)) / math.sqrt(logs.size)
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Company) -> dict[str, Any]:
@@ -79,8 +67,10 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Co
     started, number = time.perf_counter(), 0
 
     def goes_on() -> bool:
+        if number < pairs or budget_s <= 0:
+            return number < pairs
         more = time.perf_counter() - started < budget_s and number < MAX_PAIRS and not _is_narrow(_ratios(runs, plan))
-        return number < pairs or (budget_s > 0 and agree(company.group, more))
+        return agree(company.group, more)
 
     while goes_on():
         for name in VARIANTS if number % 2 else reversed(VARIANTS):

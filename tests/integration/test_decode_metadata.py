@@ -12,7 +12,7 @@ import pytest
 
 from areno import Engine, InvalidConfig
 from areno.request import Finished, FinishKind, FinishReason, StepOutput
-from tests.bench import decode_metadata
+from tests.bench import decode_metadata, paired
 from tests.bench.decode_report import problems
 from tests.bench.decode_runs import CONTRACT, Journal, Run, compare, lock_step, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("choice", [[], pytest.param(["--greedy"], marks=pytest.mark.long)], ids=["scripted", "greedy"])
 def test_both_paths_agree_in_every_scenario_and_the_figures_are_there(folder: Path, tmp_path: Path, choice: list[str]) -> None:
     output = tmp_path / "matrix.json"
-    given = ["--model", str(folder), "--device", "cpu", "--batches", "4", "--tokens", "5", "--repeats", "2", "--json"]
+    given = ["--model", str(folder), "--device", "cpu", "--batches", "4", "--tokens", "5", "--repeats", "6", "--json"]
     result = decode_metadata.main([*given, "--output", str(output), *choice])
     assert json.loads(output.read_text())["rows"] == result["rows"]
     assert [row["scenario"] for row in result["rows"]] == list(SCENARIOS)
@@ -38,7 +38,7 @@ def test_both_paths_agree_in_every_scenario_and_the_figures_are_there(folder: Pa
         exact = [name for name in row if "differ" in name or name == "lock_step_max_logprob_diff"]
         assert len(exact) == 6 and not any(row[name] for name in exact), row
         assert row["free_max_logprob_diff"] < 1e-4
-        assert 0 < row["speedup_low"] < row["speedup"] < row["speedup_high"]
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
         assert row["mode"] == "eager" and row["resident_step"] == row["rebuilt_step"] and "4 rows" in row["resident_step"]
         for name in ("resident", "rebuilt"):
             figures = [row[f"{name}_{figure}"] for figure in ("step_ms", "tokens_per_s", "host_ms", "launch_ms", "steps")]
@@ -158,14 +158,27 @@ def test_in_a_free_run_only_a_cancelled_request_may_have_got_more() -> None:
     assert compare(_run(*longer), _run(*shorter), PLAN, lock_step=False).ids == 1
 
 
-def test_an_interval_lies_about_the_geometric_mean_and_narrows_with_more_pairs() -> None:
-    mean, low, high = decode_metadata.interval([1.0, 4.0])
-    assert low is not None and high is not None and mean == pytest.approx(2.0) and low < 1.0 and high > 4.0
-    # Twelve values of deviation s: half an interval is t(11) * s / sqrt(12) = 2.201 * s / 3.4641.
-    logs = np.linspace(-0.1, 0.1, 12)
-    mean, low, high = decode_metadata.interval(np.exp(logs).tolist())
-    assert high == pytest.approx(math.exp(2.201 * logs.std(ddof=1) / math.sqrt(12))) and mean == pytest.approx(1.0)
-    assert decode_metadata.interval([1.5]) == (pytest.approx(1.5), None, None)
+def test_an_interval_leaves_single_pairs_without_weight_and_narrows_with_more() -> None:
+    ratios = [1.20, 1.21, 1.19, 1.22, 1.18, 1.20, 1.21]
+    middle, low, high = paired.interval(ratios)
+    assert middle == pytest.approx(1.201, abs=2e-3) and low is not None and high is not None and 1.18 < low < middle < high < 1.22
+    disturbed, _, _ = paired.interval([0.3, *ratios[1:]])
+    assert disturbed == pytest.approx(middle, abs=0.01)
+    many, narrow, wide = paired.interval(ratios * 4)
+    assert narrow is not None and wide is not None and many == pytest.approx(middle, abs=2e-3) and wide - narrow < high - low
+
+
+@pytest.mark.parametrize(("pairs", "left_out"), [(6, 0), (7, 2), (8, 3), (10, 8), (20, 52), (25, 89)])
+def test_an_interval_leaves_out_as_many_averages_as_the_tables_of_signed_ranks_say(pairs: int, left_out: int) -> None:
+    logs = np.random.default_rng(pairs).normal(size=pairs)
+    averages = sorted((logs[i] + logs[j]) / 2 for i in range(pairs) for j in range(i, pairs))
+    _, low, high = paired.interval(np.exp(logs).tolist())
+    assert low == pytest.approx(math.exp(averages[left_out])) and high == pytest.approx(math.exp(averages[-1 - left_out]))
+
+
+def test_fewer_than_six_pairs_have_no_interval() -> None:
+    assert paired.interval([1.5]) == (pytest.approx(1.5), None, None)
+    assert paired.interval([1.0, 4.0, 2.0, 2.0, 2.0]) == (pytest.approx(2.0), None, None)
 
 
 GOOD: dict[str, Any] = {
