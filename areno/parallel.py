@@ -57,12 +57,13 @@ class TPGroup:
     current stream, return at once and may be captured.
     """
 
-    __slots__ = ("_aborting", "_backend", "_store", "counts", "device", "rank", "size")
+    __slots__ = ("_aborting", "_backend", "_stop", "_store", "counts", "device", "rank", "size")
 
     def __init__(self, rank: int, size: int, device: torch.device, backend: Any, store: Any) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._backend, self._store = backend, store
         self._aborting: threading.Thread | None = None
+        self._stop: torch.Tensor | None = None
         self.counts = CollectiveCounts()
 
     @staticmethod
@@ -99,6 +100,18 @@ class TPGroup:
         except RuntimeError as error:
             raise _lost(f"rank {rank} of {size} did not meet the others at {init_method}", error) from error
         return TPGroup(rank, size, device, group, store)
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks met, for whoever makes more that they share."""
+        return self._store
+
+    @property
+    def stop_word(self) -> torch.Tensor:
+        """A word that kernels look at while they wait for other ranks: nonzero once the group is given up. Shapes: int32 [1], pinned."""
+        if self._stop is None:
+            self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        return self._stop
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by its sum over the ranks. Mutates: `tensor`, which is returned. Raises: EngineFailure."""
@@ -151,6 +164,8 @@ class TPGroup:
 
         Returns at once: NCCL tells its kernels to end, then waits until no captured step names the group.
         """
+        if self._stop is not None:
+            self._stop.fill_(1)
         # Not read under a lock: the thread that waits inside a collective holds on to the backend itself.
         backend = self._backend
         if backend is None or self._aborting is not None:

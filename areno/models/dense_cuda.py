@@ -10,8 +10,8 @@ continue pages that are filled; it can be captured too where the device reads th
 model's dtype between launches.
 
 A rank of several has its own heads, MLP columns and ids. Attention output and MLP output are then parts of sums: they go to a buffer
-of their own, are added up over the ranks, and join the residual together with the next norm. A kernel behind a collective is not
-started before that has ended.
+of their own, are added up over the ranks, and join the residual together with the next norm. Few rows do both in one kernel that reads
+the other ranks' memory (`areno.peer_sums`); a kernel behind a library's collective is not started before that has ended.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from areno.kernels.rows import LaneBuffers
 from areno.kv.store import KVStore
 from areno.layers.norm import RMSNorm
 from areno.models.dense import DenseDecoder, DenseLayer
+from areno.peer_sums import PeerSums
 
 FUSED_ROWS = 16
 """Up to this many rows the fused products are used."""
@@ -146,6 +147,9 @@ class FusedDecoder:
             "gate_up": 2 * config.intermediate_size,
             "active": config.intermediate_size,
         }
+        self._peers: PeerSums | None = None
+        if self._group.size > 1:
+            self._peers = PeerSums.connect(self._group, rows=lanes, hidden=config.hidden_size, dtype=dtype)
         rows = max(lanes, prefill_tokens)
         self._scratch = Scratch(**{name: torch.zeros((rows, size), dtype=dtype, device=device) for name, size in columns.items()})
 
@@ -209,7 +213,7 @@ class FusedDecoder:
     def _decode_ranks(self, x: torch.Tensor, logits: torch.Tensor, seen: _SeenRows) -> None:
         """Run few rows where other ranks hold the rest of each layer."""
         scratch, split, pdl = self._scratch.first(x.shape[0]), self._split, self._pdl
-        normed, delta, active, layers = scratch.normed, scratch.delta, scratch.active, self._model.layers
+        normed, active, layers = scratch.normed, scratch.active, self._model.layers
 
         def multiply(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
             products.fused_norm_linear(source, None, 0.0, weight, bias, out, workspace=split, pdl=pdl)
@@ -219,16 +223,25 @@ class FusedDecoder:
             following = layers[index + 1].attention_norm if index + 1 < len(layers) else self._model.norm
             multiply(normed, layer.qkv.weight, layer.qkv.bias, scratch.qkv)
             self._attend(index, layer, scratch.qkv, scratch.attended, seen)
-            multiply(scratch.attended, layer.output.weight, layer.output.bias, delta)
-            self._add(x, delta, layer.mlp_norm, normed)
+            multiply(scratch.attended, layer.output.weight, layer.output.bias, self._part(0, scratch))
+            self._add(0, x, layer.mlp_norm, scratch)
             linear = layer.gate_up
             products.fused_norm_gate_up(normed, None, 0.0, linear.weight, linear.bias, active, workspace=split, pdl=pdl)
-            multiply(active, layer.down.weight, layer.down.bias, delta)
-            self._add(x, delta, following, normed)
+            multiply(active, layer.down.weight, layer.down.bias, self._part(1, scratch))
+            self._add(1, x, following, scratch)
         multiply(normed, self._model.head.weight, None, logits)
 
-    def _add(self, x: torch.Tensor, delta: torch.Tensor, norm: RMSNorm, normed: torch.Tensor) -> None:
-        """Add `delta`, of all ranks, to the residual and norm it. Mutates: x, delta, normed."""
+    def _part(self, turn: int, scratch: Scratch) -> torch.Tensor:
+        """Return where this rank's part of a layer's first (0) or second (1) sum goes. Shapes: [tokens, hidden]."""
+        tokens = scratch.x.shape[0]
+        return scratch.delta if self._peers is None or tokens > self._peers.rows else self._peers.part(turn, tokens)
+
+    def _add(self, turn: int, x: torch.Tensor, norm: RMSNorm, scratch: Scratch) -> None:
+        """Add that sum, of all ranks, to the residual and norm it. Mutates: x, scratch."""
+        normed, delta = scratch.normed, scratch.delta
+        if self._peers is not None and x.shape[0] <= self._peers.rows:
+            self._peers.add_rms_norm(turn, x, norm.weight, norm.eps, normed, pdl=self._pdl)
+            return
         self._group.all_reduce_(delta)
         add_rms_norm(x, delta, norm.weight, norm.eps, normed, pdl=self._pdl and self._group.size == 1)
 
@@ -279,13 +292,12 @@ class FusedDecoder:
 
     def _finish_layer(self, layer: DenseLayer, following: RMSNorm, x: torch.Tensor, scratch: Scratch) -> None:
         """Go from what was attended to the next layer's normed input. Mutates: x, scratch."""
-        normed, delta = scratch.normed, scratch.delta
-        _product(scratch.attended, layer.output.weight, layer.output.bias, delta)
-        self._add(x, delta, layer.mlp_norm, normed)
-        _product(normed, layer.gate_up.weight, layer.gate_up.bias, scratch.gate_up)
+        _product(scratch.attended, layer.output.weight, layer.output.bias, self._part(0, scratch))
+        self._add(0, x, layer.mlp_norm, scratch)
+        _product(scratch.normed, layer.gate_up.weight, layer.gate_up.bias, scratch.gate_up)
         silu_mul(scratch.gate_up, scratch.active, pdl=self._pdl)
-        _product(scratch.active, layer.down.weight, layer.down.bias, delta)
-        self._add(x, delta, following, normed)
+        _product(scratch.active, layer.down.weight, layer.down.bias, self._part(1, scratch))
+        self._add(1, x, following, scratch)
 
     @property
     def prefilled(self) -> torch.Tensor:

@@ -138,6 +138,12 @@ def test_a_step_gathers_once_36_bytes_a_row_and_rank(checkpoint: Maker) -> None:
             engine.step()
 
 
+def test_few_rows_are_added_up_in_the_ranks_own_memory(checkpoint: Maker) -> None:
+    with engine_of(checkpoint("wide"), tp=2) as engine:
+        peers = engine._rank.fused._peers
+        assert peers is not None and peers.rows >= 16, "these devices reach each other's memory"
+
+
 def test_an_update_reaches_all_ranks_and_is_proven(checkpoint: Maker, tmp_path: Path) -> None:
     folder = checkpoint("wide")
     tensors = {

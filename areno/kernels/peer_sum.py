@@ -1,0 +1,136 @@
+"""A residual addition and norm whose addend is a sum over the ranks, read from their memory: collective and kernel in one launch.
+
+One program holds one token. It tells the other ranks that this rank's part of the row is there, waits for theirs, adds all parts in
+the order of the ranks in fp32 and rounds once, so that every rank has the same bits; then it goes on as `areno.kernels.norm` does.
+
+Two buffers take turns. Nobody waits at the end: a rank writes a buffer again two sums later, and by then has heard in the sum between
+from every rank that it has left this one. Signals have a place of their own for each buffer, for the same reason.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton gives a kernel's arguments their types at each launch.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from areno.kernels.norm import WARPS
+
+_TRIES = 256
+"""Looks at a signal between two looks at the word that ends all waiting, which lies in host memory."""
+
+
+@triton.jit
+def _wait_for(signal, stop, TRIES: tl.constexpr):
+    """Take a signal back once it has come, or leave when all waiting is to end."""
+    seen = tl.atomic_cas(signal, 1, 0, sem="acquire", scope="sys")
+    tries = 0
+    while seen == 0:
+        seen = tl.atomic_cas(signal, 1, 0, sem="acquire", scope="sys")
+        tries += 1
+        if tries == TRIES:
+            tries = 0
+            seen = seen | tl.load(stop, volatile=True)
+
+
+@triton.jit(do_not_specialize=["start", "first_signal"])
+def _peer_sum_kernel(
+    x,
+    parts,
+    signals,
+    weight,
+    out,
+    stop,
+    start,
+    first_signal,
+    eps,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TRIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = row.to(tl.int64) * SIZE + column
+    signal = first_signal + row * RANKS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.atomic_xchg(signals[peer] + signal + RANK, 1, sem="release", scope="sys")
+    residual = tl.load(x + place, mask=inside, other=0.0)
+    dtype = residual.dtype
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            _wait_for(signals[RANK] + signal + peer, stop, TRIES)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        total += tl.load(parts[peer] + start + place, mask=inside, other=0.0).to(tl.float32)
+    delta = total.to(dtype)
+    residual = (residual.to(tl.float32) + delta.to(tl.float32)).to(dtype)
+    tl.store(x + place, residual, mask=inside)
+    wide = residual.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = (wide * inverse).to(dtype)
+    tl.store(out + place, (normed.to(tl.float32) * scale).to(dtype), mask=inside)
+
+
+def peer_add_rms_norm(
+    x_T: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    signals: Sequence[torch.Tensor],
+    turn: int,
+    weight: torch.Tensor,
+    eps: float,
+    out_T: torch.Tensor,
+    *,
+    rank: int,
+    stop: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Add every rank's part of buffer `turn` to `x_T`, then norm the sum into `out_T`.
+
+    Every rank must launch the same sums in the same order, with 0 and 1 as turns in turn.
+    Shapes: x and out [T, hidden], weight [hidden]; by rank, each in that rank's own memory: parts [2, rows, hidden], signals int32
+    [2, rows, ranks], zero between sums; stop int32 [1], pinned: nonzero ends all waiting, and what is computed then is of no use.
+    Mutates: `x_T`, `out_T`, `signals`.
+    """
+    tokens, size = x_T.shape
+    ranks, rows = len(parts), parts[0].shape[1]
+    assert len(signals) == ranks and 0 <= rank < ranks and turn in (0, 1), f"rank {rank} of {ranks}, turn {turn}"
+    assert tokens <= rows and all(part.shape == (2, rows, size) and part.is_contiguous() for part in parts), f"{tokens} tokens of {rows}"
+    assert all(place.shape == (2, rows, ranks) and place.is_contiguous() for place in signals), "one signal for each row and rank"
+    assert out_T.shape == x_T.shape and weight.shape == (size,), f"out {tuple(out_T.shape)}, weight {tuple(weight.shape)}"
+    assert x_T.is_contiguous() and out_T.is_contiguous() and weight.is_contiguous(), "x, out and weight must be contiguous"
+    assert x_T.dtype == out_T.dtype == weight.dtype == parts[0].dtype, f"dtypes {x_T.dtype}, {out_T.dtype}, {weight.dtype} differ"
+    assert size <= WARPS[-1][0], f"hidden={size} is above {WARPS[-1][0]}, the longest row that a program holds"
+    extra = {"launch_pdl": True} if pdl else {}
+    _peer_sum_kernel[(tokens,)](
+        x_T,
+        tuple(parts),
+        tuple(signals),
+        weight,
+        out_T,
+        stop,
+        turn * rows * size,
+        turn * rows * ranks,
+        eps,
+        RANK=rank,
+        RANKS=ranks,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        TRIES=_TRIES,
+        PDL=pdl,
+        num_warps=next(warps for limit, warps in WARPS if size <= limit),
+        **extra,
+    )
