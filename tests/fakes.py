@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.errors import DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
+from areno.errors import Asleep, DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
 from areno.request import (
     Finished,
     FinishKind,
@@ -291,6 +291,8 @@ class FakeEngine:
 
     def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> FakeScore:
         """Score given ids."""
+        if self.asleep is not None:
+            raise Asleep("a score of a fake that sleeps", remedy="wake it")
         logprobs = fake_logprobs(np.asarray(ids)[1:], self.version)
         return FakeScore(token_logprobs=logprobs, raw_logprobs=logprobs - np.float32(0.5), version=self.version)
 

@@ -25,8 +25,9 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,12 @@ import numpy as np
 
 from rollout.config import DEFAULT_ENGINE
 from rollout.errors import InvalidConfig, error_fields
+from rollout.service.host_config import HostConfig, remove_leftovers
 from rollout.service.last_weights import LastWeights
 from rollout.service.logs import set_up_logging
 from rollout.service.parent_watch import ParentWatch
 from rollout.service.step_outbox import StepOutbox
 from rollout.service.weight_intake import StagedFile, WeightIntake
-from rollout.state import FileLock
 from rollout.wire.codec import NO_REQUEST, Arrays, Packet, decode, encode
 from rollout.wire.control_messages import Sleep, WeightsCommit, WeightsReport, WeightsStageFile, WeightsUpdateRef
 from rollout.wire.generation_messages import Score
@@ -56,29 +57,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout.engine_host")
 MAX_INBOUND_PER_TURN = 512
 EXIT_LOAD_FAILED = 3
-LOCK_WAIT_S = 2.0
 WAKE_AGAIN_S = 1.0
 AWAITED_WEIGHTS_S = 0.001
 EXIT_ENGINE_FAILED = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostConfig:
-    """The JSON file by which the front starts this process."""
-
-    endpoint: str
-    engine: str
-    engine_arguments: Mapping[str, Any]
-    weights_dir: str
-    keep_last: str | None
-    lost: Mapping[str, Any] | None
-    threads: int | None
-    max_message_bytes: int
-    credit_bytes: int
-    log_format: str
-    own_files: list[str]
-    service_lock: str
-    service_files: list[str]
 
 
 def checked_options(options: Mapping[str, Any]) -> EngineConfig:
@@ -174,6 +155,8 @@ class EngineHost:
         self._poller = Poller([peer] if self._lost_fd is None else [peer, self._lost_fd])
         self._outbox = StepOutbox(peer, credit_bytes)
         self._intake = WeightIntake(engine, weights_dir)
+        # Scores that came while the front had too much to take; what one session may have open bounds them.
+        self._late_scores: deque[Packet] = deque()
         self._paused = False
         self._asleep = self._keep_again = False
         self._wake_at: float | None = None
@@ -211,6 +194,8 @@ class EngineHost:
             if self._lost_fd in self._poller.wait(self._timeout_s()):
                 self._engine.check_ranks()
             self._drain()
+            while self._late_scores and not self._outbox.full:
+                self._handle(self._late_scores.popleft())
             self._wake_when_due()
             if self._can_step():
                 self._outbox.add(self._engine.step())
@@ -241,15 +226,21 @@ class EngineHost:
             if incoming is None:
                 return
             packet = decode(incoming.frames, HOST_REQUESTS)
-            try:
-                self._handlers[packet.op](packet)
-            except Exception as error:
-                # A refused call is data for its caller; only an engine that is of no use any more ends this process.
-                self._raise_broken(error)
-                if packet.request_id == NO_REQUEST:
-                    log.exception("%s failed", packet.op.name)
-                else:
-                    self._outbox.reply(Op.ERROR, packet.request_id, error_fields(error))
+            if packet.op is Op.SCORE and (self._late_scores or self._outbox.full):
+                self._late_scores.append(packet)
+            else:
+                self._handle(packet)
+
+    def _handle(self, packet: Packet) -> None:
+        try:
+            self._handlers[packet.op](packet)
+        except Exception as error:
+            # A refused call is data for its caller; only an engine that is of no use any more ends this process.
+            self._raise_broken(error)
+            if packet.request_id == NO_REQUEST:
+                log.exception("%s failed", packet.op.name)
+            else:
+                self._outbox.reply(Op.ERROR, packet.request_id, error_fields(error))
 
     @staticmethod
     def _raise_broken(error: Exception) -> None:
@@ -409,21 +400,6 @@ class EngineHost:
 
     def _shutdown(self, packet: Packet) -> None:
         self._stopping = True
-
-
-def remove_leftovers(config: HostConfig) -> None:
-    """Remove this host's files, and the service's sockets unless another front holds their lock already."""
-    lock = FileLock(Path(config.service_lock))
-    alone = False
-    # The kernel closes a dead process's files one by one: our pipe may be closed a moment before its lock.
-    deadline = time.monotonic() + LOCK_WAIT_S
-    with contextlib.suppress(OSError):
-        while not (alone := lock.acquire()) and time.monotonic() < deadline:
-            time.sleep(LOCK_WAIT_S / 40)
-    for path in [*config.own_files, *(config.service_files if alone else [])]:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-    lock.release(remove=alone)
 
 
 # What handlers use; the second part with an engine that has loaded torch.

@@ -2,7 +2,11 @@
 
 The host's loop adds to it after every step and never waits for a send. While messages are under way the news of later
 steps join into one larger message; while what is gathered and what the front has not acknowledged take as many bytes as the
-service allows (`host_credit_bytes`), the host does not step. Nothing is dropped; one step's news may come on top.
+service allows (`host_credit_bytes`), the host does not step and answers no score. Nothing is dropped; the news of one step, or
+the answer to one score, may come on top.
+
+The front acknowledges steps only. An answer with arrays counts with the step behind it, which the link delivers after it; where
+nothing is to tell, an empty one follows.
 """
 
 from __future__ import annotations
@@ -93,11 +97,13 @@ class StepOutbox:
         self._scores: list[PromptScore] = []
         self._finished: list[dict[str, object]] = []
         self._gathered_bytes = 0
+        # Whether an answer is counted for which no step has gone out yet.
+        self._answered = False
         self._unsent: deque[list[Frame]] = deque()
 
     @property
     def full(self) -> bool:
-        """Whether the host must not step."""
+        """Whether the host must neither step nor answer scores."""
         return self.num_bytes >= self._credit_bytes
 
     @property
@@ -140,6 +146,9 @@ class StepOutbox:
     def reply(self, op: Op, call_id: bytes, fields: Mapping[str, object], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send anything that is no step; keeps the order among such messages. Raises: InternalError."""
         self._unsent.append(_encoded(op, call_id, fields, arrays))
+        if arrays:
+            self._gathered_bytes += sum(array.nbytes for array in arrays.values())
+            self._answered = True
         self.send_queued()
 
     def send_queued(self) -> None:
@@ -150,7 +159,7 @@ class StepOutbox:
     def flush(self, version: int) -> None:
         """Send the gathered news as one message, if there are any and few enough messages are under way. Raises: InternalError."""
         self.send_queued()
-        if not (self._accepted or self._refused or self._outputs or self._scores or self._finished):
+        if not (self._accepted or self._refused or self._outputs or self._scores or self._finished or self._answered):
             return
         if self._unsent or len(self._under_way) >= MAX_UNDER_WAY:
             return
@@ -160,7 +169,7 @@ class StepOutbox:
         self._accepted, self._refused, self._outputs, self._scores, self._finished = [], [], [], [], []
         self._under_way.append(self._gathered_bytes)
         self._under_way_bytes += self._gathered_bytes
-        self._gathered_bytes = 0
+        self._gathered_bytes, self._answered = 0, False
         self.send_queued()
 
     def _arrays(self) -> dict[str, np.ndarray]:

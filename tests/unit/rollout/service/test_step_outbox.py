@@ -161,6 +161,22 @@ def test_a_score_alone_is_news_and_counts_against_the_bound() -> None:
     assert not outbox.full and len(peer.packets) == 1
 
 
+def test_the_answer_to_a_score_counts_against_the_bound_until_a_step_behind_it_is_acknowledged() -> None:
+    peer = ListPeer()
+    outbox = outbox_of(peer)
+    floats = np.zeros(CREDIT // 8, np.float32)
+    outbox.reply(Op.DONE, bytes(16), {})
+    assert outbox.num_bytes == 0
+    outbox.reply(Op.SCORED, bytes(16), {"version": 0}, {"token_logprobs": floats, "raw_logprobs": floats})
+    assert outbox.full and outbox.num_bytes == CREDIT
+    outbox.flush(0)
+    outbox.flush(0)
+    assert [packet.op for packet in peer.packets] == [Op.DONE, Op.SCORED, Op.STEP], "an empty step asks for the acknowledgement, once"
+    assert outbox.full
+    outbox.acknowledge(cast(Step, peer.packets[-1].body).seq)
+    assert outbox.num_bytes == 0
+
+
 def test_an_ending_says_where_the_cache_was_rebuilt() -> None:
     peer = ListPeer()
     outbox = outbox_of(peer)
