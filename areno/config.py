@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from areno.errors import InvalidConfig, shown
+from areno.option_names import OTHER_OPTIONS, checks_names
 
 DTYPES = ("float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -44,6 +45,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+@checks_names(InvalidConfig, OTHER_OPTIONS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of one engine. What is None follows from the device ("auto": a CUDA device if there is one) and the model.

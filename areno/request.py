@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.errors import InvalidRequest, RequestTooLong, shown
+from areno.option_names import OTHER_PARAMETERS, checks_names
 from areno.sampling.kept import MAX_KEPT
 
 MAX_STOP_IDS = 16
@@ -29,6 +30,10 @@ MAX_PENALTY = 100.0
 _TEMPERATURES = f"0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _GREEDY = "use temperature=0 for greedy decoding"
+_NOT_OF_SAMPLING = {
+    "stop": "stop strings are matched by the service; pass stop_ids here",
+    "n": "pass one Request for each continuation, all with one group",
+}
 
 
 class FinishKind(enum.StrEnum):
@@ -167,6 +172,7 @@ def _biases(value: object) -> dict[int, float]:
     return dict(zip(ids.tolist(), numbers))
 
 
+@checks_names(InvalidRequest, {**OTHER_PARAMETERS, **_NOT_OF_SAMPLING})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are drawn.
@@ -290,8 +296,14 @@ class SamplingParams:
 
 
 KV_POLICIES = ("keep", "recompute")
+_OF_SAMPLING = {
+    other: f"pass sampling=SamplingParams({name}=...)"
+    for other, name in (*OTHER_PARAMETERS.items(), *((one, one) for one in SamplingParams.__dataclass_fields__))
+    if name in SamplingParams.__dataclass_fields__
+}
 
 
+@checks_names(InvalidRequest, {**OTHER_PARAMETERS, **_OF_SAMPLING})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation. `request_id` is the caller's own number, unique among live requests.

@@ -7,7 +7,6 @@ validates them. The engine class can be replaced only through a JSON file, which
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import InvalidConfig, shown
+from rollout.option_names import OTHER_OPTIONS, checks_names, unknown_name
 from rollout.state import StateFolder, default_state_dir
 
 _TEXT = re.compile("[^\0\ud800-\udfff]+")
@@ -73,6 +73,7 @@ def _no_json(name: str, value: object) -> InvalidConfig | None:
     return None
 
 
+@checks_names(InvalidConfig, OTHER_OPTIONS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """How a service runs.
@@ -224,18 +225,9 @@ class ServiceConfig:
     def from_fields(cls, fields: Mapping[str, Any]) -> ServiceConfig:
         """Make a config from untyped fields. Raises: InvalidConfig; an unknown name lists the known ones."""
         known = [item.name for item in dataclasses.fields(cls)]
-        unknown = [name for name in fields if name not in known]
-        if unknown:
-            close = difflib.get_close_matches(unknown[0], known, 1)
-            raise InvalidConfig(
-                f"unknown option {shown(unknown[0])}",
-                field=unknown[0],
-                value=unknown[0],
-                limit=f"known: {', '.join(known)}",
-                remedy=f"did you mean {close[0]}?" if close else "correct or remove it",
-            )
-        if "model" not in fields:
-            raise _refuse("model", None, "a path of a model folder")
+        for name in fields:
+            if name not in known:
+                raise unknown_name(name, known, error=InvalidConfig, others=OTHER_OPTIONS)
         return cls(**fields)
 
     @classmethod

@@ -30,6 +30,7 @@ from rollout.agent.lineage import Branch, BranchKind, Lineage
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.tools import BadCall, CallCounts, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
+from rollout.option_names import checks_names
 from rollout.seeds import derive_seed
 
 CANCEL_WAIT_S = 2.0
@@ -73,6 +74,7 @@ class EpisodeStatus(enum.StrEnum):
     FAILED = "failed"
 
 
+@checks_names(InvalidEpisode)
 class Episode:
     """A multi-turn rollout. Make it with `open`, or directly where info and format are at hand already.
 

@@ -26,6 +26,7 @@ from rollout.agent.limits import EpisodeLimits
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.tools import CallCounts
 from rollout.agent.turn import TurnSampling
+from rollout.option_names import checks_names
 
 CancelWhen: TypeAlias = Callable[[Sequence[EpisodeResult]], bool]
 FIRST_RETRY_S = 0.05
@@ -56,6 +57,7 @@ def all_equal_bounded(low: float, high: float, *, at_least: int = 4) -> CancelWh
     return decided
 
 
+@checks_names(InvalidEpisode)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeGroup:
     """One group to play. All members begin with `seed` and draw their own tokens.
@@ -255,6 +257,7 @@ class _GroupRun:
             run.interrupt()
 
 
+@checks_names(InvalidEpisode)
 async def run_groups(
     client: PolicyClient,
     groups: Iterable[EpisodeGroup],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.agent.errors import InvalidEpisode
+from rollout.option_names import checks_names
 
 
 class Limit(enum.StrEnum):
@@ -21,6 +22,7 @@ class Limit(enum.StrEnum):
     MAX_BAD_TURNS = "max_bad_turns"
 
 
+@checks_names(InvalidEpisode)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """Bounds of an episode, absent ones set none. `max_total_tokens` counts a row, which the service's context bounds in any case;

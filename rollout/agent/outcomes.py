@@ -13,6 +13,7 @@ from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import Limit
 from rollout.agent.record import EpisodeRow
 from rollout.agent.tools import CallCounts
+from rollout.option_names import checks_names
 from rollout.seeds import derive_seed
 
 
@@ -40,6 +41,7 @@ class Failure:
     passing: bool = False
 
 
+@checks_names(InvalidEpisode)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTask:
     """One episode to run. Members of a group share `seed` and begin equally; each draws its own tokens.
@@ -68,6 +70,7 @@ def group_tasks(make_environment: Callable[[], Environment], *, seed: int, membe
     return [EpisodeTask(make_environment=make_environment, seed=seed, group=group, member=member) for member in range(members)]
 
 
+@checks_names(InvalidEpisode)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimeouts:
     """The most that one call in each phase may take. Units: seconds. Tools carry their own."""

@@ -21,6 +21,7 @@ from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.turn import TurnSampling
+from rollout.option_names import checks_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ async def run_episode(
     return await run.run()
 
 
+@checks_names(InvalidEpisode)
 async def run_episodes(
     client: PolicyClient,
     tasks: Iterable[EpisodeTask],

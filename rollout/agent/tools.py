@@ -20,6 +20,7 @@ from rollout.agent.call_reader import CallReader, opened_by_prompt
 from rollout.agent.deadline import call_within
 from rollout.agent.errors import InvalidTool, PhaseTimeout, ToolFailed
 from rollout.agent.schema import function_schema, misfit
+from rollout.option_names import checks_names
 
 MAX_MESSAGE_CHARS = 300
 # A run of so few turns may well hold no call by chance.
@@ -131,6 +132,7 @@ class Tool:
         return text[: self.max_output_chars - len(note)] + note
 
 
+@checks_names(InvalidTool)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
     """Bounds on what one reply may ask for. Units: characters, calls."""

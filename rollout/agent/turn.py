@@ -13,10 +13,12 @@ from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import Limit
 from rollout.agent.record import GenerationLike, TurnRecord
 from rollout.agent.tools import BadCall, ToolCall
+from rollout.option_names import OTHER_PARAMETERS, checks_names, unknown_name
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
 
+@checks_names(InvalidEpisode, OTHER_PARAMETERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSampling:
     """How turns are drawn; `act` may replace any of it for one turn. Values are checked by the service.
@@ -59,16 +61,10 @@ class TurnSampling:
 
     def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
         """Return a copy with changes. Raises: InvalidEpisode for an unknown name or a budget that is no number of tokens."""
-        known = {item.name for item in dataclasses.fields(self)}
+        known = [item.name for item in dataclasses.fields(self)]
         for name in changes:
             if name not in known:
-                raise InvalidEpisode(
-                    f"there is no sampling option {name!r}",
-                    field=name,
-                    value=changes[name],
-                    limit=f"known: {', '.join(sorted(known))}",
-                    remedy="use one of these",
-                )
+                raise unknown_name(name, known, error=InvalidEpisode, others=OTHER_PARAMETERS)
         for name in ("max_new_tokens", "min_new_tokens"):
             value = changes.get(name, 1)
             if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name == "max_new_tokens")):

@@ -25,6 +25,7 @@ from rollout.client.parameters import (
     EVALUATION_OPTIONS,
     GROUP_OPTIONS,
     OPTIONS,
+    OTHER_NAMES,
     EvaluationOptions,
     GenerationOptions,
     GroupOptions,
@@ -38,7 +39,8 @@ from rollout.client.parameters import (
 )
 from rollout.client.pending import Call, DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
-from rollout.errors import ClientUnusable, RolloutError, ServerUnavailable, Unavailable
+from rollout.errors import ClientUnusable, InvalidConfig, InvalidRequest, RolloutError, ServerUnavailable, Unavailable
+from rollout.option_names import OTHER_OPTIONS, checks_names
 from rollout.wire.operations import Op
 
 if TYPE_CHECKING:
@@ -145,6 +147,7 @@ class Client:
         wait_blocking(call)
         return operation.read(answer(call))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
     def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
         """Sample from the model; options as in `GenerationOptions`. Blocks.
@@ -180,11 +183,13 @@ class Client:
         for request_id in request_ids:
             self._connection.cancel(request_id)
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
     def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Stream:
         """Sample from the model and return the stream of deltas; the last one carries the generation."""
         return Stream(self._connection, self._connection.submit(prepare(prompt_ids, options))[0])
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(EVALUATION_OPTIONS)
     def evaluate(
         self, prompts: Sequence[Ids], *, deadline_s: float = EVALUATION_DEADLINE_S, **options: Unpack[EvaluationOptions]
@@ -203,6 +208,7 @@ class Client:
             with contextlib.suppress(Unavailable, ClientUnusable):
                 self._run(operations.evaluate_end(evaluation))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(GROUP_OPTIONS)
     def generate_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Generation]:
         """Sample `n` continuations of one prompt, which is computed once; options as in `GroupOptions`. Blocks.
@@ -213,12 +219,14 @@ class Client:
         """
         return self._all_of(prepare_group(prompt_ids, n, options))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(GROUP_OPTIONS)
     def stream_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Stream]:
         """Sample as `generate_group` does and return each member's stream; closing one cancels that member alone."""
         records = self._connection.submit(prepare_group(prompt_ids, n, options))
         return [Stream(self._connection, record) for record in records]
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def score(self, ids: Ids, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of given ids. Blocks."""
         return self._run(operations.score(ids, temperature))
@@ -361,6 +369,7 @@ class Client:
         self.close()
 
 
+@checks_names(InvalidConfig, OTHER_OPTIONS)
 def connect(
     address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None, key: KeySource = None, insecure: bool = False
 ) -> Client:

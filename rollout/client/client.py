@@ -24,6 +24,7 @@ from rollout.client.parameters import (
     EVALUATION_OPTIONS,
     GROUP_OPTIONS,
     OPTIONS,
+    OTHER_NAMES,
     EvaluationOptions,
     GenerationOptions,
     GroupOptions,
@@ -37,7 +38,8 @@ from rollout.client.parameters import (
 )
 from rollout.client.pending import DeltaCursor, Listener, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
-from rollout.errors import ClientUnusable, RolloutError, Unavailable
+from rollout.errors import ClientUnusable, InvalidConfig, InvalidRequest, RolloutError, Unavailable
+from rollout.option_names import OTHER_OPTIONS, checks_names
 from rollout.wire.operations import Op
 
 if TYPE_CHECKING:
@@ -175,6 +177,7 @@ class AsyncClient:
         await wait_async(call)
         return operation.read(answer(call))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
     async def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
         """Sample from the model; options as in `GenerationOptions`.
@@ -210,11 +213,13 @@ class AsyncClient:
         for request_id in request_ids:
             self._connection.cancel(request_id)
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
     def stream(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Sample from the model and return the stream of deltas; the last one carries the generation."""
         return AsyncStream(self._connection, self._connection.submit(prepare(prompt_ids, options))[0])
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(EVALUATION_OPTIONS)
     async def evaluate(
         self, prompts: Sequence[Ids], *, deadline_s: float = EVALUATION_DEADLINE_S, **options: Unpack[EvaluationOptions]
@@ -233,6 +238,7 @@ class AsyncClient:
             with contextlib.suppress(Unavailable, ClientUnusable):
                 await self._run(operations.evaluate_end(evaluation))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(GROUP_OPTIONS)
     async def generate_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[Generation]:
         """Sample `n` continuations of one prompt, which is computed once; options as in `GroupOptions`.
@@ -243,12 +249,14 @@ class AsyncClient:
         """
         return await self._all_of(prepare_group(prompt_ids, n, options))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(GROUP_OPTIONS)
     def stream_group(self, prompt_ids: Ids, n: int, **options: Unpack[GroupOptions]) -> list[AsyncStream]:
         """Sample as `generate_group` does and return each member's stream; closing one cancels that member alone."""
         records = self._connection.submit(prepare_group(prompt_ids, n, options))
         return [AsyncStream(self._connection, record) for record in records]
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Score:
         """Return the log-probabilities of given ids."""
         return await self._run(operations.score(ids, temperature))
@@ -358,6 +366,7 @@ class AsyncClient:
         await self.close()
 
 
+@checks_names(InvalidConfig, OTHER_OPTIONS)
 async def connect_async(
     address: str | None = None, *, timeout_s: float = 10.0, name: str | None = None, key: KeySource = None, insecure: bool = False
 ) -> AsyncClient:

@@ -6,7 +6,6 @@ all clients get the same answers.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import math
@@ -17,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from rollout.errors import InvalidRequest, shown
+from rollout.option_names import OTHER_PARAMETERS, unknown_name
 from rollout.seeds import derive_seed
 from rollout.wire.codec import Arrays
 from rollout.wire.generation_messages import MAX_MEMBERS, Generate, ToolWait
@@ -225,26 +225,10 @@ def _biases(value: object) -> dict[str, np.ndarray]:
     return {"bias_ids": ids, "bias_values": values}
 
 
-# Names that other libraries use, and what they are here.
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop_token_ids": "stop_ids",
-    "eos_token_id": "stop_ids",
-    "timeout": "deadline_s",
-    "timeout_s": "deadline_s",
+_OTHER_CALLS = {
+    name: "several continuations of one prompt come from generate_group(prompt_ids, n)" for name in ("n", "num_return_sequences", "best_of")
 }
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    if name in ("n", "num_return_sequences", "best_of"):
-        return "several continuations of one prompt come from generate_group(prompt_ids, n)"
-    if name == "do_sample":
-        return "temperature=0 is greedy, any other samples"
-    close = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"leave {name} out"
+OTHER_NAMES: Mapping[str, str] = {**OTHER_PARAMETERS, **_OTHER_CALLS}
 
 
 def _checked_seed(value: object) -> None:
@@ -264,13 +248,7 @@ def _message(prompt_ids: Ids, options: Mapping[str, object], known: Sequence[str
     """Return the fields and arrays of a message. Raises: InvalidRequest; an unknown option lists the known ones."""
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise InvalidRequest(
-            f"unknown option {shown(unknown[0])}",
-            field=unknown[0],
-            value=unknown[0],
-            limit=f"known: {', '.join(known)}",
-            remedy=_meant(unknown[0], known),
-        )
+        raise unknown_name(unknown[0], known, error=InvalidRequest, others=OTHER_NAMES)
     _checked_seed(options.get("seed"))
     given = dict(options)
     arrays: dict[str, np.ndarray] = {"prompt_ids": id_array("prompt_ids", prompt_ids)}

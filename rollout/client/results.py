@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.client.columns import Columns
-from rollout.errors import VersionChanged
+from rollout.errors import InvalidRequest, VersionChanged
+from rollout.option_names import checks_names
 
 SHOWN_IDS = 8
 
@@ -257,6 +258,7 @@ class UpdateReport:
     warning: str | None = None
 
 
+@checks_names(InvalidRequest)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CanarySpec:
     """A sequence with the log-probabilities that the new weights must give; `expected_logprobs` has one entry fewer than `ids`."""

@@ -339,7 +339,7 @@ def test_ids_that_are_no_ids_are_refused(ids: Any) -> None:
 
 def test_unknown_sampling_options_are_refused_and_the_known_ones_listed() -> None:
     episode = start(FakeClient())
-    with pytest.raises(InvalidEpisode, match=r"no sampling option 'temp'.*temperature"):
+    with pytest.raises(InvalidEpisode, match=r"unknown option 'temp'.*temperature"):
         asyncio.run(episode.act(temp=1.0))
 
 
