@@ -102,11 +102,6 @@ class TPGroup:
         return TPGroup(rank, size, device, group, store)
 
     @property
-    def store(self) -> Any:
-        """Where the ranks met, for whoever makes more that they share."""
-        return self._store
-
-    @property
     def stop_word(self) -> torch.Tensor:
         """A word that kernels look at while they wait for other ranks: nonzero once the group is given up. Shapes: int32 [1], pinned."""
         if self._stop is None:

@@ -1,15 +1,18 @@
 """Memory that every rank of a group reads directly: parts of sums of few rows, added up by the kernel that needs the sum.
 
 A collective of a library is a launch of its own between two kernels, and for some kilobytes a row its start takes longer than its
-bytes. Here the parts stay where they were computed, and `kernels.peer_sum` reads them through the link between the devices.
+bytes. Here the parts stay where they were computed, and `kernels.peer_sum` reads them through the link between the devices. Each
+rank opens the others' memory by handles of the CUDA driver (package cuda-bindings); where that cannot be, sums are collectives.
 
 Invariant: sums come in pairs, turn 0 then turn 1, in the same order on every rank; see `kernels.peer_sum` for why two buffers suffice.
 """
 
 from __future__ import annotations
 
-import itertools
+import importlib
 import logging
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,39 +24,56 @@ TURNS = 2
 MAX_ROWS = 512
 """Sums of more rows go through the group's own collective, whose bytes are then worth its start."""
 
+_LAZY_PEER_ACCESS = 1
+_HANDLE_WORDS = 8
+
 _log = logging.getLogger(__name__)
-_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """A contiguous tensor in another rank's memory: as much of one as a kernel's launch asks for."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """Return the address under which this rank reads it."""
+        return self.address
 
 
 class PeerSums:
     """One rank's parts and those of all others. Shapes: parts [2, rows, hidden], signals int32 [2, rows, ranks], by rank."""
 
-    def __init__(self, group: TPGroup, parts: list[torch.Tensor], signals: list[torch.Tensor], handle: Any) -> None:
-        self._group, self._parts, self._signals = group, parts, signals
-        # The mappings of the others' memory end with it.
-        self._handle = handle
-        self.rows = parts[0].shape[1]
+    def __init__(self, group: TPGroup, parts: list[torch.Tensor | PeerMemory], signals: list[torch.Tensor | PeerMemory]) -> None:
+        own = parts[group.rank]
+        assert isinstance(own, torch.Tensor), "a rank's own part is a tensor"
+        self._group, self._parts, self._signals, self._own = group, parts, signals, own
+        self.rows = own.shape[1]
 
     @staticmethod
     def connect(group: TPGroup, *, rows: int, hidden: int, dtype: torch.dtype) -> PeerSums | None:
-        """Return the memory of all ranks, or None where a device cannot read another's; all ranks get the same answer.
+        """Return the memory of all ranks, or None where one of them cannot read another's; all ranks get the same answer.
 
         Blocks: for the other ranks, which must ask too. Raises: EngineFailure.
         """
         rows = min(rows, MAX_ROWS)
-        made, reason = None, ""
-        try:
-            made = _share(group, rows, hidden, dtype)
-        except (RuntimeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-        if not all(words[0] for words in group.gather_words([int(made is not None)])):
-            _log.warning("rank %d cannot read the others' memory, or one of them cannot: sums are collectives (%s)", group.rank, reason)
+        memory = _Memory(group, rows, hidden, dtype)
+        handles = group.gather_words(memory.export())
+        memory.open(handles)
+        # Also the point at which every rank's signals are zero.
+        if not all(words[0] for words in group.gather_words([int(not memory.reason)])):
+            _log.warning("sums of rank %d are collectives: %s", group.rank, memory.reason or "another rank cannot read this one's memory")
+            memory.close()
             return None
-        return made
+        sums = PeerSums(group, memory.views(0, (TURNS, rows, hidden), dtype), memory.views(memory.part_bytes, memory.places, torch.int32))
+        weakref.finalize(sums, memory.close).atexit = False
+        return sums
 
     def part(self, turn: int, tokens: int) -> torch.Tensor:
         """Return where this rank's part of a sum is written. Shapes: [tokens, hidden]."""
-        return self._parts[self._group.rank][turn, :tokens]
+        return self._own[turn, :tokens]
 
     def add_rms_norm(self, turn: int, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, pdl: bool) -> None:
         """Add the sum of all parts of `turn` to `x` and norm it into `out`. Shapes: [tokens, hidden]. Mutates: `x`, `out`."""
@@ -63,21 +83,70 @@ class PeerSums:
         peer_add_rms_norm(x, self._parts, self._signals, turn, weight, eps, out, rank=rank, stop=stop, pdl=pdl)
 
 
-def _share(group: TPGroup, rows: int, hidden: int, dtype: torch.dtype) -> PeerSums:
-    """Allocate memory that the others can map, and map theirs. Blocks: for the other ranks."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+class _Memory:
+    """One allocation of each rank, parts before signals. `reason` says why it cannot be read by all, and is empty where it can."""
 
-    name = f"areno-peer-sums-{next(_numbers)}"
-    _SymmetricMemory.set_group_info(name, group.rank, group.size, group.store)
-    shape, places = (TURNS, rows, hidden), (TURNS, rows, group.size)
-    # Whole 16-byte words of parts, so that the signals behind them are aligned.
-    part_words = -(-TURNS * rows * hidden * dtype.itemsize // 16) * 4
-    words = part_words + TURNS * rows * group.size
-    memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int32, group.device, name)
-    memory.zero_()
-    torch.cuda.synchronize(group.device)
-    assert not group.stop_word.item(), "made here, since pinned memory cannot be had while a step is captured"
-    handle = _SymmetricMemory.rendezvous(memory)
-    parts = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(group.size)]
-    signals = [handle.get_buffer(rank, places, torch.int32, part_words) for rank in range(group.size)]
-    return PeerSums(group, parts, signals, (memory, handle))
+    def __init__(self, group: TPGroup, rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self._group, self.reason = group, ""
+        self.places = (TURNS, rows, group.size)
+        self.part_bytes = -(-TURNS * rows * hidden * dtype.itemsize // 256) * 256
+        self._own = torch.zeros(self.part_bytes + 4 * TURNS * rows * group.size, dtype=torch.uint8, device=group.device)
+        torch.cuda.synchronize(group.device)
+        assert not group.stop_word.item(), "made here, since pinned memory cannot be had while a step is captured"
+        self._driver: Any = None
+        self._addresses: dict[int, int] = {}
+        self._opened: list[int] = []
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *values = getattr(self._driver, name)(*arguments)
+        if int(status) != 0:
+            raise RuntimeError(f"{name} failed: {status!r}")
+        return values[0] if len(values) == 1 else values
+
+    def export(self) -> list[int]:
+        """Return the handle of this rank's allocation and where in it the memory starts, as words; zeros where there is none."""
+        try:
+            self._driver = importlib.import_module("cuda.bindings.driver")
+            address = self._own.data_ptr()
+            with torch.cuda.device(self._group.device):
+                base, _ = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(address))
+                handle = bytes(self._call("cuIpcGetMemHandle", base).reserved)
+        except (ImportError, RuntimeError) as error:
+            self.reason = f"{type(error).__name__}: {error}"
+            return [0] * (_HANDLE_WORDS + 1)
+        words = [int.from_bytes(handle[place : place + 8], "little", signed=True) for place in range(0, 8 * _HANDLE_WORDS, 8)]
+        return [*words, address - int(base)]
+
+    def open(self, handles: list[list[int]]) -> None:
+        """Open what the other ranks have exported."""
+        for rank, (*words, offset) in enumerate(handles):
+            if rank == self._group.rank:
+                self._addresses[rank] = self._own.data_ptr()
+                continue
+            if self.reason or not any(words):
+                self.reason = self.reason or f"rank {rank} cannot export its memory"
+                continue
+            raw = self._driver.CUipcMemHandle()
+            raw.reserved = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+            try:
+                with torch.cuda.device(self._group.device):
+                    opened = int(self._call("cuIpcOpenMemHandle", raw, _LAZY_PEER_ACCESS))
+            except RuntimeError as error:
+                self.reason = str(error)
+                continue
+            self._opened.append(opened)
+            self._addresses[rank] = opened + offset
+
+    def views(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor | PeerMemory]:
+        """Return the same tensor of every rank, `start` bytes into its memory."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        own = self._own[start : start + size].view(dtype).view(shape)
+        mine = self._group.rank
+        return [own if rank == mine else PeerMemory(self._addresses[rank] + start, shape, dtype) for rank in range(self._group.size)]
+
+    def close(self) -> None:
+        """Close what was opened. Repeatable."""
+        opened, self._opened = self._opened, []
+        with torch.cuda.device(self._group.device):
+            for address in opened:
+                self._driver.cuIpcCloseMemHandle(self._driver.CUdeviceptr(address))

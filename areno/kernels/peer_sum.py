@@ -13,6 +13,7 @@ from every rank that it has left this one. Signals have a place of their own for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -87,8 +88,8 @@ def _peer_sum_kernel(
 
 def peer_add_rms_norm(
     x_T: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    signals: Sequence[torch.Tensor],
+    parts: Sequence[Any],
+    signals: Sequence[Any],
     turn: int,
     weight: torch.Tensor,
     eps: float,
@@ -101,15 +102,16 @@ def peer_add_rms_norm(
     """Add every rank's part of buffer `turn` to `x_T`, then norm the sum into `out_T`.
 
     Every rank must launch the same sums in the same order, with 0 and 1 as turns in turn.
-    Shapes: x and out [T, hidden], weight [hidden]; by rank, each in that rank's own memory: parts [2, rows, hidden], signals int32
-    [2, rows, ranks], zero between sums; stop int32 [1], pinned: nonzero ends all waiting, and what is computed then is of no use.
+    Shapes: x and out [T, hidden], weight [hidden]; by rank, each in that rank's own memory, contiguous tensors or what stands for one
+    (`data_ptr`, `shape` and `dtype`): parts [2, rows, hidden], signals int32 [2, rows, ranks], zero between sums; stop int32 [1],
+    pinned: nonzero ends all waiting, and what is computed then is of no use.
     Mutates: `x_T`, `out_T`, `signals`.
     """
     tokens, size = x_T.shape
     ranks, rows = len(parts), parts[0].shape[1]
     assert len(signals) == ranks and 0 <= rank < ranks and turn in (0, 1), f"rank {rank} of {ranks}, turn {turn}"
-    assert tokens <= rows and all(part.shape == (2, rows, size) and part.is_contiguous() for part in parts), f"{tokens} tokens of {rows}"
-    assert all(place.shape == (2, rows, ranks) and place.is_contiguous() for place in signals), "one signal for each row and rank"
+    assert tokens <= rows and all(part.shape == (2, rows, size) for part in parts), f"{tokens} tokens of {rows}"
+    assert all(place.shape == (2, rows, ranks) for place in signals), "one signal for each row and rank"
     assert out_T.shape == x_T.shape and weight.shape == (size,), f"out {tuple(out_T.shape)}, weight {tuple(weight.shape)}"
     assert x_T.is_contiguous() and out_T.is_contiguous() and weight.is_contiguous(), "x, out and weight must be contiguous"
     assert x_T.dtype == out_T.dtype == weight.dtype == parts[0].dtype, f"dtypes {x_T.dtype}, {out_T.dtype}, {weight.dtype} differ"
