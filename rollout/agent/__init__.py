@@ -25,7 +25,7 @@ _HOME = {
     "EpisodeRow": "rollout.agent.record",
     "EpisodeStateError": "rollout.agent.errors",
     "EpisodeStatistics": "rollout.agent.groups",
-    "EpisodeStatus": "rollout.agent.episode",
+    "EpisodeStatus": "rollout.agent.standing",
     "EpisodeTask": "rollout.agent.outcomes",
     "Failure": "rollout.agent.outcomes",
     "FailureKind": "rollout.agent.outcomes",

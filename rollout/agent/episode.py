@@ -2,7 +2,7 @@
 
     prompt -> act -> observe -> act -> ... -> finish          rows() at any time
 
-An `Episode` owns its token record, its conversation and its status; nobody else writes them. It sends ids and keeps the ids that
+An `Episode` owns its token record, its conversation and its standing; nobody else writes them. It sends ids and keeps the ids that
 come back: the next prompt is always the row so far, never a text encoded again. It talks to a service through the four calls of
 `PolicyClient` and holds no connection of its own. Invariant: every sampled token is in exactly one row, with the log-probability
 and the weights' version that the service reported, and an episode that ended stays as it ended.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -28,6 +27,7 @@ from rollout.agent.given import as_messages, checked_ids, checked_seed, num_char
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.lineage import Branch, BranchKind, Lineage
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
+from rollout.agent.standing import EpisodeStatus, Standing
 from rollout.agent.tools import BadCall, CallCounts, Tool, ToolBox, ToolCall, ToolResult
 from rollout.agent.turn import DEFAULT_MAX_NEW_TOKENS, Turn, TurnSampling
 from rollout.option_names import checks_names
@@ -35,8 +35,6 @@ from rollout.seeds import derive_seed
 
 CANCEL_WAIT_S = 2.0
 POLL_S = 0.005
-# Far above the mean of any tokenizer: what is longer is not encoded, which takes seconds for megabytes.
-CHARACTERS_OF_A_TOKEN = 32
 
 
 class PolicyClient(Protocol):
@@ -63,17 +61,6 @@ class PolicyClient(Protocol):
         ...
 
 
-class EpisodeStatus(enum.StrEnum):
-    """How an episode stands; all but `running` are terminal."""
-
-    RUNNING = "running"
-    DONE = "done"
-    TRUNCATED = "truncated"
-    BAD_CALLS = "bad_calls"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
 @checks_names(InvalidEpisode)
 class Episode:
     """A multi-turn rollout. Make it with `open`, or directly where info and format are at hand already.
@@ -87,30 +74,22 @@ class Episode:
     """
 
     __slots__ = (
-        "_awaits_act",
-        "_bad_turns",
         "_cancelling",
         "_children",
         "_client",
-        "_context",
         "_conversation",
         "_eos_ids",
         "_format",
-        "_in_flight",
         "_info",
-        "_limits",
         "_options",
         "_record",
         "_sampling",
+        "_standing",
         "_tools",
-        "_total_limit",
         "_tree",
         "call_counts",
-        "limit",
         "lineage",
-        "reason",
         "seed",
-        "status",
     )
 
     def __init__(
@@ -151,7 +130,7 @@ class Episode:
             format.check_served(info.tokenizer_digest)
         self._client, self._format, self._info = client, format, info
         self._tools = tools if isinstance(tools, ToolBox) else ToolBox(tools)
-        self._limits, self._sampling = limits or EpisodeLimits(), sampling or TurnSampling()
+        self._sampling = sampling or TurnSampling()
         self.seed = secrets.randbits(64) if seed is None else checked_seed(seed)
         self.lineage = lineage or secrets.token_hex(16)
         self._options: dict[str, Any] = {
@@ -161,21 +140,16 @@ class Episode:
             "max_kv_lag": max_kv_lag,
         }
         self._eos_ids = frozenset(getattr(info.engine, "eos_ids", ()))
-        self._context, self._total_limit = total_tokens(info.engine, self._limits)
-        self.status = EpisodeStatus.RUNNING
-        self.limit: Limit | None = None
-        self.reason: str | None = None
-        self._in_flight: bytes | None = None
+        limits = limits or EpisodeLimits()
+        self._standing = Standing(limits, *total_tokens(info.engine, limits))
         self._cancelling = False
-        self._bad_turns = 0
         self.call_counts = CallCounts()
         self._children: list[Episode] = []
         self._tree: Lineage = parent._tree if parent is not None else Lineage()
         self._record: TokenRecord = TokenRecord(self._tree, parent=parent._record if parent is not None else None)
         self._conversation: Conversation | None = None
-        self._awaits_act = True
         length = len(text or rendered or "") if messages is None else num_characters(messages)
-        if not self._is_beyond(length):
+        if self._standing.takes_text(length):
             self._append(self._prompt(messages, text, rendered, prompt_ids))
 
     def _prompt(self, messages: Sequence[Message] | None, text: str | None, rendered: str | None, prompt_ids: Any) -> np.ndarray:
@@ -224,7 +198,22 @@ class Episode:
     @property
     def running(self) -> bool:
         """Return whether the episode can go on."""
-        return self.status is EpisodeStatus.RUNNING
+        return self._standing.running
+
+    @property
+    def status(self) -> EpisodeStatus:
+        """Return how the episode stands."""
+        return self._standing.status
+
+    @property
+    def limit(self) -> Limit | None:
+        """Return which limit ended the episode, if one did."""
+        return self._standing.limit
+
+    @property
+    def reason(self) -> str | None:
+        """Return in words why the episode ended, where there is more to say than the status and the limit."""
+        return self._standing.reason
 
     @property
     def num_turns(self) -> int:
@@ -252,7 +241,7 @@ class Episode:
     @property
     def tokens_left(self) -> int:
         """Return how many tokens the current row may still take, sampled or not."""
-        return max(0, self._context - self._record.length)
+        return max(0, self._standing.context - self._record.length)
 
     def turns(self) -> list[TurnRecord]:
         """Return how each turn was drawn, in order."""
@@ -264,25 +253,22 @@ class Episode:
         An error of the service leaves the record as it was, so the call may be made again. A cancelled task cancels the
         request. Raises: EpisodeStateError, InvalidEpisode, IncompleteGeneration; what the client raises.
         """
-        self._require(acting=True)
+        self._standing.require(acting=True)
         plan = self._sampling.replaced(sampling)
-        bound = self._limits.max_new_tokens
-        asked = plan.max_new_tokens if plan.max_new_tokens is not None else bound or DEFAULT_MAX_NEW_TOKENS
-        asked = asked if bound is None else min(asked, bound)
-        budget = min(asked, self._context - self._record.length)
+        budget, shortened = self._standing.budget(plan.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, length=self._record.length)
         seed = derive_seed(self.seed, self._record.num_turns) if plan.seed is None else plan.seed
         options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
         options.update(max_new_tokens=budget, min_new_tokens=min(plan.min_new_tokens, budget), seed=seed)
-        self._in_flight = options["request_id"] = secrets.token_bytes(16)
+        self._standing.in_flight = options["request_id"] = secrets.token_bytes(16)
         try:
             generation = await self._client.generate(self._record.current_ids(), **options, **self._options)
         except asyncio.CancelledError:
             await self._give_up(options["request_id"])
             raise
         finally:
-            self._in_flight = None
+            self._standing.in_flight = None
         draw = Draw(temperature=plan.temperature, filtered=plan.filters, shaped=plan.shapes, forced_tokens=len(plan.forced_ids or ()))
-        return self._take(generation, draw, shortened=budget < asked)
+        return self._take(generation, draw, shortened=shortened)
 
     async def _give_up(self, request_id: bytes) -> None:
         """Cancel a request whose waiter was cancelled; a service that does not answer holds it up for a moment only."""
@@ -298,11 +284,11 @@ class Episode:
         else:
             text = self._format.decode(ids[:-1] if end_id is not None else ids) if self._format else ""
         good, bad = self._read_calls(text)
-        limit = self._settle(record, shortened=shortened)
-        self._count_bad(good, bad)
+        limit = self._standing.settle(record.finish_kind, length=self._record.length, shortened=shortened)
+        self._standing.count_bad(good, bad)
         if self._cancelling:
-            self._end(EpisodeStatus.CANCELLED)
-        self._awaits_act = False
+            self._standing.end(EpisodeStatus.CANCELLED)
+        self._standing.awaits_act = False
         return Turn(
             index=record.index, ids=ids, text=text, tool_calls=good, bad_calls=bad, limit=limit, record=record, generation=generation
         )
@@ -320,29 +306,6 @@ class Episode:
         good, bad = self._tools.read(text, form=shown.call_form, thinking=shown.opens_thinking) if shown else self._tools.read(text)
         self.call_counts.count(good, bad)
         return good, bad
-
-    def _settle(self, record: TurnRecord, *, shortened: bool) -> Limit | None:
-        """Return what cut a turn, and end the episode where it cannot go on."""
-        match record.finish_kind:
-            case "length":
-                full = self._record.length >= self._context
-                limit = self._total_limit if full or shortened else Limit.MAX_NEW_TOKENS
-                if full:
-                    self._end(EpisodeStatus.TRUNCATED, limit)
-                return limit
-            case "expired":
-                self._end(EpisodeStatus.TRUNCATED, Limit.DEADLINE)
-                return Limit.DEADLINE
-            case "cancelled":
-                self._end(EpisodeStatus.CANCELLED)
-            case "failed":
-                self._end(EpisodeStatus.FAILED, reason="the generation failed")
-        return None
-
-    def _count_bad(self, good: Sequence[ToolCall], bad: Sequence[BadCall]) -> None:
-        self._bad_turns = self._bad_turns + 1 if bad and not good else 0
-        if self._bad_turns >= self._limits.max_bad_turns:
-            self._end(EpisodeStatus.BAD_CALLS, Limit.MAX_BAD_TURNS, reason=bad[0].message)
 
     async def run_tools(self, turn: Turn) -> list[ToolResult]:
         """Run the turn's tool calls and return one result for each, bad ones included; pass them to `observe`. Raises: ToolFailed."""
@@ -362,7 +325,7 @@ class Episode:
         text of more than 32 characters for each token of the context counts as that without being encoded.
         Raises: EpisodeStateError, ChatFormatError, UntrustedControlToken.
         """
-        self._require(acting=False)
+        self._standing.require(acting=False)
         if self._conversation is None:
             raise EpisodeStateError(
                 "the episode did not start from messages",
@@ -371,7 +334,7 @@ class Episode:
                 remedy="use observe_ids, or start from messages=",
             )
         given = as_messages(observation)
-        if not self._may_go_on() or self._is_beyond(num_characters(given)):
+        if not (self._may_go_on() and self._standing.takes_text(num_characters(given))):
             return False
         added = self._conversation.extend(given)
         return self._append(added.ids, BranchKind.REWRITE if added.forks else None)
@@ -382,7 +345,7 @@ class Episode:
 
     def observe_ids(self, ids: Sequence[int] | np.ndarray) -> bool:
         """Add environment ids as they are, for episodes that started from ids or text; as `observe`."""
-        self._require(acting=False)
+        self._standing.require(acting=False)
         if self._conversation is not None:
             raise EpisodeStateError(
                 "the episode started from messages", field="ids", limit="its template writes the environment's tokens", remedy="use observe"
@@ -395,7 +358,7 @@ class Episode:
         What was drawn stays in its row, to be trained there; a new row begins with what the turn was drawn from. It counts as a turn.
         Raises: EpisodeStateError.
         """
-        self._require(acting=False)
+        self._standing.require(acting=False)
         if not self._may_go_on():
             return False
         if self._conversation is not None:
@@ -409,7 +372,7 @@ class Episode:
         A `Turn` among them stands as the policy's message with the ids that were sampled; any other message is encoded as the template
         writes it. Raises: EpisodeStateError, ChatFormatError, UntrustedControlToken.
         """
-        self._require()
+        self._standing.require()
         if self._conversation is None or self._format is None:
             raise EpisodeStateError(
                 "the episode did not start from messages",
@@ -417,7 +380,7 @@ class Episode:
                 limit="there is no conversation to replace",
                 remedy="start it from messages=",
             )
-        if not self._may_go_on() or self._is_beyond(num_characters(messages)):
+        if not (self._may_go_on() and self._standing.takes_text(num_characters(messages))):
             return False
         conversation = Conversation(self._format, (), self._tools.schemas)
         for message in messages:
@@ -440,7 +403,7 @@ class Episode:
         same = {
             "format": self._format,
             "sampling": self._sampling,
-            "limits": self._limits,
+            "limits": self._standing.limits,
             "seed": derive_seed(self.seed, len(self._children), 1),
         }
         kept = {name: value for name, value in self._options.items() if name != "lineage"}
@@ -448,46 +411,36 @@ class Episode:
         self._children.append(child)
         return child
 
-    def _is_beyond(self, characters: int) -> bool:
-        """Whether a text is so long that reading it would only hold up every other episode of the loop; the episode ends then."""
-        if characters <= CHARACTERS_OF_A_TOKEN * self._context:
-            return False
-        self._end(EpisodeStatus.TRUNCATED, self._total_limit, reason=f"{characters} characters do not fit {self._context} tokens")
-        return True
-
     def _may_go_on(self) -> bool:
-        if self._limits.max_turns is not None and self.num_turns >= self._limits.max_turns:
-            self._end(EpisodeStatus.TRUNCATED, Limit.MAX_TURNS)
-        return self.running
+        return self._standing.may_go_on(self.num_turns)
 
     def _append(self, ids: np.ndarray, branch: BranchKind | None = None) -> bool:
         """Add environment ids to the row, or to a new row of that kind; return whether a turn still fits."""
         length = len(ids) + (self._record.length if branch is None else 0)
-        if length >= self._context:
-            self._end(EpisodeStatus.TRUNCATED, self._total_limit, reason=f"{length} tokens and a new one do not fit {self._context}")
+        if not self._standing.takes_row(length):
             return False
         if branch is None:
             self._record.add_environment(ids)
         else:
             self._record.fork(ids, branch)
-        self._awaits_act = True
+        self._standing.awaits_act = True
         return True
 
     def finish(self) -> None:
         """End a running episode as done; one that ended already keeps its status."""
-        self._end(EpisodeStatus.DONE)
+        self._standing.end(EpisodeStatus.DONE)
 
     def fail(self, reason: str) -> None:
         """End a running episode as failed, for reasons outside the policy."""
-        self._end(EpisodeStatus.FAILED, reason=reason)
+        self._standing.end(EpisodeStatus.FAILED, reason=reason)
 
     async def cancel(self) -> None:
         """End the episode and its subagents as cancelled. A running `act` returns what was sampled so far, and it stays in the record."""
         if self._children:
             await asyncio.gather(*(child.cancel() for child in self._children))
-        request_id = self._in_flight
+        request_id = self._standing.in_flight
         if request_id is None:
-            self._end(EpisodeStatus.CANCELLED)
+            self._standing.end(EpisodeStatus.CANCELLED)
         else:
             self._cancelling = True
             await self._client.cancel(request_id)
@@ -512,32 +465,9 @@ class Episode:
         with contextlib.suppress(Exception):  # a service that is away cancels nothing; what is sampled then ends with its own wait
             if self.running:
                 await self.cancel()
-        while self._in_flight is not None:
+        while self._standing.in_flight is not None:
             await asyncio.sleep(POLL_S)
         await self.end_subagents()
-
-    def _end(self, status: EpisodeStatus, limit: Limit | None = None, *, reason: str | None = None) -> None:
-        if self.running:
-            self.status, self.limit, self.reason = status, limit, reason
-
-    def _require(self, *, acting: bool | None = None) -> None:
-        if not self.running:
-            raise EpisodeStateError(
-                f"the episode ended as {self.status}{f' ({self.limit})' if self.limit else ''}",
-                field="status",
-                value=str(self.status),
-                limit="it stays as it ended",
-                remedy="check `running` after each call",
-            )
-        if self._in_flight is not None:
-            raise EpisodeStateError("a turn is being sampled", field="status", limit="one call at a time", remedy="await act first")
-        if acting is not None and acting != self._awaits_act:
-            raise EpisodeStateError(
-                "the policy has just spoken" if acting else "it is the policy's turn",
-                field="status",
-                limit="act and observe take turns",
-                remedy="observe first (all messages in one call)" if acting else "await act first",
-            )
 
     def check_integrity(self) -> None:
         """Assert the invariants of the token records and of their tree."""

@@ -21,10 +21,11 @@ from typing import Any
 from rollout.agent.chat import ChatFormat
 from rollout.agent.deadline import call_within
 from rollout.agent.environment import ENVIRONMENTS, Start, Step
-from rollout.agent.episode import Episode, EpisodeStatus, PolicyClient
+from rollout.agent.episode import Episode, PolicyClient
 from rollout.agent.errors import InfrastructureFailure, InvalidEnvironment
 from rollout.agent.limits import EpisodeLimits, Limit
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, Failure, FailureKind, PhaseTimeouts
+from rollout.agent.standing import EpisodeStatus
 from rollout.agent.turn import Turn, TurnSampling
 
 # Shorter waits are over before anything would have been evicted.

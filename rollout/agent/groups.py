@@ -19,11 +19,12 @@ from typing import Any, TypeAlias
 
 from rollout.agent.chat import ChatFormat
 from rollout.agent.environment import Environment
-from rollout.agent.episode import EpisodeStatus, PolicyClient
+from rollout.agent.episode import PolicyClient
 from rollout.agent.episode_run import RELEASE_WAIT_S, EpisodeRun
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
+from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
 from rollout.agent.turn import TurnSampling
 from rollout.option_names import checks_names

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.agent.environment import Environment
-from rollout.agent.episode import EpisodeStatus
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import Limit
 from rollout.agent.record import EpisodeRow
+from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
 from rollout.option_names import checks_names
 from rollout.seeds import derive_seed

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.agent.chat import ChatFormat
-from rollout.agent.episode import EpisodeStatus, PolicyClient
+from rollout.agent.episode import PolicyClient
 from rollout.agent.episode_run import EpisodeRun
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
+from rollout.agent.standing import EpisodeStatus
 from rollout.agent.turn import TurnSampling
 from rollout.option_names import checks_names
 
