@@ -83,7 +83,8 @@ class ServiceConfig:
     `host_credit_bytes` the front, before the engine host stops stepping;
     `max_record_bytes` bounds prompts and results of all live requests together, `max_client_record_bytes` and
     `max_client_requests` what one client has of them. An engine host that owes something and is silent for `host_timeout_s`,
-    or not ready after `host_start_timeout_s`, is killed and replaced; a request without progress for `stall_s` is named in
+    or not ready after `host_start_timeout_s`, is killed and replaced; `max_restarts` is how many deaths within a minute of service are
+    followed by a new host, the time spent loading not counted; a request without progress for `stall_s` is named in
     the log. `drain_s` is how long requests may end after a first SIGTERM. `metrics_port` serves the numbers to Prometheus on
     loopback. `threads` are the engine's CPU threads; None means half of the usable cores, at least one, which leaves the
     other half to a trainer and an agent loop beside it. `keep_last` names a file in which the newest pushed weights are kept,

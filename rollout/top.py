@@ -62,6 +62,8 @@ def view(now: Stats, before: Stats | None, seconds: float, address: str) -> Grou
     both = Table.grid(padding=(0, 6))
     both.add_row(rates, state)
     lines: list[Any] = [head, Text(""), both]
+    if now["host_failure"]:
+        lines.append(Text(str(now["host_failure"]), COLOURS.get(str(now["health"]), "yellow")))
     if now["oldest_stall_s"] >= STALL_SHOWN_S:
         lines.append(Text(f"no progress for {now['oldest_stall_s']:.1f} s: {now['oldest_stall']}", "yellow"))
     if now["accounting_errors"]:

@@ -67,6 +67,7 @@ MAX_MESSAGES_PER_TURN = 1024
 RETRY_S = 0.01
 HOST_GRACE_S = 5.0
 SUSPENSION_S = 1.0
+MAX_FAILURE_TEXT = 1000
 
 
 class Front:
@@ -347,7 +348,12 @@ class Front:
         assert isinstance(packet.body, Score)
         stopped = self._admission.refusal()
         if stopped is None and not self._admission.ready:
-            stopped = HostFailed("no engine host is ready", remedy="wait until info().health is 'ready'")
+            death = self._supervisor.death
+            stopped = HostFailed(
+                "no engine host is ready",
+                limit=None if death is None else f"the last one: {death.what}",
+                remedy="wait until info().health is 'ready'",
+            )
         if stopped is not None:
             raise stopped
         self._control.sleepers.check_awake("a score")
@@ -394,6 +400,7 @@ class Front:
             "held_for_update": self._admission.held,
             "asleep": self._admission.asleep or "",
             "open_calls": len(self._calls),
+            "host_failure": "" if self._supervisor.death is None else str(self._supervisor.death)[:MAX_FAILURE_TEXT],
             "refused_connections": self._access.refused,
         }
 

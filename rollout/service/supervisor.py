@@ -1,8 +1,9 @@
 """The engine host's life: start, ready, messages, death, restart.
 
 The front calls it in its loop. When the host dies every request that it had ends as failed, every open call gets the
-cause, and a new host is started, unless starting has failed too often or the first start never got ready. The weights
-decide what follows: a model that nobody ever updated serves on, an updated one waits for its trainer.
+cause, and a new host is started, at once or a little later, unless hosts have died too often (`RestartBudget`) or the first
+start never got ready. The weights decide what follows: a model that nobody ever updated serves on, an updated one waits for
+its trainer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rollout.service.host_link import BadMessage, HostLink
 from rollout.service.host_probe import HostProbe
 from rollout.service.metrics import FrontMetrics
 from rollout.service.requests import RequestDesk
+from rollout.service.restart_budget import WINDOW_S, RestartBudget
 from rollout.wire.codec import NO_REQUEST, Packet
 from rollout.wire.host_messages import HostFailed as HostFailedBody
 from rollout.wire.host_messages import HostReady
@@ -28,8 +30,9 @@ from rollout.wire.session_messages import EngineFacts
 
 log = logging.getLogger("rollout.front")
 MAX_MESSAGES_PER_TURN = 1024
-RESTART_WINDOW_S = 60.0
 STACKS_S = 0.2
+# What a host brings that proves it of use; that it takes orders does not.
+SERVICE = (Op.SCORED, Op.WEIGHTS_REPORT)
 
 # What a host whom nobody here killed may have met, by the signal that ended it.
 SIGNALS: dict[int, str] = {
@@ -69,21 +72,24 @@ class Supervisor:
     ) -> None:
         self._link, self._calls, self._requests, self._control = link, calls, requests, control
         self._admission, self._metrics, self._on_event = admission, metrics, on_event
-        self._initial_version, self._max_restarts, self._probe = initial_version, max_restarts, probe
-        self._starts: list[float] = []
+        self._initial_version, self._budget, self._probe = initial_version, RestartBudget(max_restarts), probe
+        self._start_at: float | None = None
+        self._ready_at: float | None = None
+        self._of_use = False
         self._cause: RolloutError | None = None
         self._broken = False
         self._kill_at: float | None = None
         self.facts: EngineFacts | None = None
         self.failure: RolloutError | None = None
+        # How the last host died, until another one is ready.
+        self.death: HostFailed | None = None
         self.was_ready = self.loading = False
 
     def start(self) -> None:
         """Start a host."""
         self._metrics.host_starts += 1
-        self._starts.append(time.monotonic())
-        self._cause = self._kill_at = None
-        self._broken = self.loading = False
+        self._cause = self._kill_at = self._start_at = self._ready_at = None
+        self._broken = self.loading = self._of_use = False
         self._probe.forget()
         self._link.start(self._initial_version, self._control.lost)
 
@@ -107,12 +113,16 @@ class Supervisor:
             self._exited(status)
 
     def advance(self, now: float) -> float | None:
-        """Kill a host that gives no sign of life though one is due; return when to look again.
+        """Start a host that is due, kill one that gives no sign of life though one is; return when to look again.
 
         One that was ready is asked for its stacks first, and has a moment to write them.
         """
         if self.failure is not None:
             return None
+        if self._start_at is not None:
+            if now < self._start_at:
+                return self._start_at
+            self.start()
         if self._kill_at is not None:
             if now >= self._kill_at:
                 self._kill_at = None
@@ -157,6 +167,7 @@ class Supervisor:
         body = packet.body
         if packet.op is Op.STEP:
             self._requests.take_step(packet)
+            self._of_use = self._of_use or packet.arrays["token_ids"].size > 0
         elif isinstance(body, HostReady):
             self._ready(body)
         elif packet.op is Op.HOST_LOADING:
@@ -167,10 +178,11 @@ class Supervisor:
                 error.what, field=error.field, value=error.value, limit=error.limit, remedy=error.remedy, code=error.code
             )
         else:
+            self._of_use = self._of_use or packet.op in SERVICE
             self._calls.answer(packet)
 
     def _ready(self, body: HostReady) -> None:
-        self.facts = body.engine
+        self.facts, self.death, self._ready_at = body.engine, None, time.monotonic()
         self._admission.ready, self.loading = True, False
         self._probe.forget()
         self._admission.max_model_len = body.engine.max_model_len
@@ -186,14 +198,12 @@ class Supervisor:
             if self._broken or not self._took(packet):
                 break
         cause, pid = self._cause, self._link.pid
-        now = time.monotonic()
-        self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
-        restarts = self.was_ready and len(self._starts) <= self._max_restarts
+        wait_s = self._budget.after_death(self._served_s()) if self.was_ready else None
         self._control.host_died()
-        error = HostFailed(
+        self.death = error = HostFailed(
             f"the engine host (pid {pid}) {how_ended(status)}" + (f": {cause.what}" if cause else ""),
             limit=cause.limit if cause else SIGNALS.get(-status),
-            remedy=self._remedy(cause, restarts=restarts),
+            remedy=self._remedy(cause, restarts=wait_s is not None),
         )
         if self.was_ready or cause is None:
             log.error("%s", error)
@@ -201,10 +211,31 @@ class Supervisor:
         self._requests.fail_submitted(error)
         self._calls.fail_all(error)
         self._link.clear()
-        if restarts:
+        if wait_s is None:
+            self._give_up(cause, error)
+        elif wait_s:
+            log.warning("a new engine host starts in %.1f s", wait_s)
+            self._start_at = time.monotonic() + wait_s
+        else:
             self.start()
-            return
-        self.failure = cause or error
+
+    def _served_s(self) -> float | None:
+        """Return how long the host that ended was in service, None if it was not."""
+        owed = self._requests.engine_owes or bool(len(self._calls))
+        if self._ready_at is None or (owed and not self._of_use):
+            return None
+        return time.monotonic() - self._ready_at
+
+    def _give_up(self, cause: RolloutError | None, error: HostFailed) -> None:
+        """Start no more hosts; what waits is refused, as is what comes."""
+        if self.was_ready:
+            deaths = f"{self._budget.deaths} engine hosts died within {WINDOW_S:.0f} s of service (max_restarts)"
+            self.failure = HostFailed(
+                error.what, field="max_restarts", limit="; ".join(filter(None, (error.limit, deaths))), remedy=error.remedy
+            )
+            log.error("no more engine hosts are started: %s", deaths)
+        else:
+            self.failure = cause or error
         self._requests.refuse_held(self.failure)
         if not self.was_ready:
             self._on_event("failed", {"error": error_fields(self.failure)})

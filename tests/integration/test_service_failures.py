@@ -33,6 +33,7 @@ from rollout.errors import (
 from rollout.service.front import Front
 from rollout.state import StateFolder
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
+from tests.integration.looping_engine import STATUS, LoopingEngine
 from tests.integration.unfit_engine import UNFIT
 
 LONG = 20_000
@@ -92,6 +93,30 @@ def test_a_host_that_breaks_in_every_step_is_given_up_with_its_cause(tmp_path: P
             client.score([1, 2])
         stats = client.stats()
         assert stats["engine"] is None
+        assert stats["received"] == stats["refused"] + stats["accepted"] == 3
+
+
+def test_hosts_that_die_while_they_load_are_started_ever_later_and_then_given_up_in_sight_of_all(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    engine = {"engine": f"{LoopingEngine.__module__}:LoopingEngine", "engine_options": {"starts": str(starts)}}
+    service = fake_service(tmp_path, max_restarts=3, timeout_s=20.0, **engine)
+    with service as client, ThreadPoolExecutor(2) as pool:
+        assert client.generate([1], max_new_tokens=3, seed=2).ids.tolist() == fake_ids(2, 3).tolist()
+        assert client.stats()["host_failure"] == "" and service.pid is not None
+        host_of(service.pid).kill()
+        wait_until(lambda: client.info().health == "degraded")
+        waiting = pool.submit(client.generate, [1], max_new_tokens=3)
+        wait_until(lambda: f"status {STATUS}" in str(client.stats()["host_failure"]))
+        assert client.info().health == "degraded" and not waiting.done(), "there are starts left"
+        with pytest.raises(HostFailed, match=f"no engine host is ready; the last one: .*status {STATUS}"):
+            client.score([1, 2])
+        for refused in (lambda: waiting.result(20), lambda: client.generate([1], max_new_tokens=3), lambda: client.score([1, 2])):
+            with pytest.raises(HostFailed, match=rf"status {STATUS}; 4 engine hosts died within 60 s of service \(max_restarts\)"):
+                wait_until(lambda: client.info().health == "failed", 20.0)
+                refused()
+        stats = client.stats()
+        assert (stats["host_starts"], stats["health"], stats["live"]) == (4, "failed", 0) and f"status {STATUS}" in stats["host_failure"]
+        assert len(starts.read_text().splitlines()) == 4
         assert stats["received"] == stats["refused"] + stats["accepted"] == 3
 
 

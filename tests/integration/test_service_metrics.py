@@ -75,6 +75,7 @@ def stats_of(**changes: object) -> dict[str, Any]:
         "uptime_s": 7.0,
         "sessions": 2,
         "paused_by": "",
+        "host_failure": "",
         "live": 4,
         "max_requests": 9,
         "host_starts": 1,
@@ -92,9 +93,12 @@ def drawn(now: dict[str, Any], before: dict[str, Any] | None, seconds: float) ->
 def test_the_picture_has_rates_and_names_what_is_wrong() -> None:
     text = drawn(stats_of(tokens=500, engine={"running": 3}), stats_of(tokens=100), 2.0)
     assert "200.0" in text and "4 of 9" in text and "engine running" in text and "no progress" not in text
-    wrong = stats_of(oldest_stall_s=12.0, oldest_stall="request ab", accounting_errors=2, paused_by="x#1 for 3 s")
+    wrong = stats_of(
+        oldest_stall_s=12.0, oldest_stall="request ab", accounting_errors=2, paused_by="x#1 for 3 s", host_failure="host (pid 7) died"
+    )
     text = drawn(wrong, None, 0.0)
     assert "no progress for 12.0 s: request ab" in text and "2 times the counters did not reconcile" in text and "paused by x#1" in text
+    assert "host (pid 7) died" in text
 
 
 def test_a_json_line_has_the_traceback_of_its_error() -> None:

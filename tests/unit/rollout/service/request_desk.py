@@ -48,8 +48,9 @@ class Desk:
         max_record_bytes: int = 2**30,
         served: Mapping[str, bytes] | None = None,
         seed: int | None = None,
+        link: KeepingLink | None = None,
     ) -> None:
-        self.link, self.reader = KeepingLink(), StreamReader()
+        self.link, self.reader = link or KeepingLink(), StreamReader()
         self.replies: list[tuple[Op, bytes, dict[str, Any]]] = []
         self.ledger, self.sessions = Ledger(max_requests, max_record_bytes), SessionBook(30.0)
         self.session = self.sessions.open("test", Channel.DATA, b"\0abcd", 0.0)
