@@ -5,12 +5,14 @@
        |                  --starts--> trainer: pushes versions by file, in every commit mode
        +--kills (SIGKILL) and stops (SIGSTOP, SIGCONT) one of them every second or so
 
-A killed front is started anew at its address once its host and sockets are gone; what it had accepted is answered as
-`server_restarted`.
-
 Each load checks that each of its requests has one outcome, that offsets have no gap and no overlap, that ids, log-probabilities
 and versions are the reference's. When the killing is over the driver checks the service: no live request, counters that
 reconcile, no page or row held, no session of a dead client, memory back at its level.
+
+A killed front takes its books with it, so of its requests only this is proven: until the kill its counters reconciled; its host,
+sockets and files go by themselves; each client is told `server_restarted` or `server_unavailable` within its time-out, and of no
+kill that did not happen; the front that is started anew at the address counts from nothing and serves under a version that was
+never used before. The books of the last front are proven whole.
 
     python -m tests.chaos --seconds 600
 """
@@ -57,6 +59,9 @@ MEMORY_MB = 40.0
 SETTLE_S = 20.0
 ORPHAN_S = 8.0
 CONNECT_S = 25.0
+CLIENT_S = 10.0
+# A load may itself be stopped when it would learn of a kill, on a machine that has other things to do.
+LATE_S = 2 * LEASE_S + 5.0
 # A new host takes seconds on a busy machine: seldom enough that there is something to lose.
 HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", "kill front", *["kill trainer"] * 2)
 # A front's numbers die with it: the proof is made of the last one's, which gets the rest of the time.
@@ -86,6 +91,7 @@ class AsyncLoad:
     client: rollout.AsyncClient
     draw: random.Random
     ends_at: float
+    kills: Path
     outcomes: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
@@ -98,6 +104,7 @@ class AsyncLoad:
             prompt = [draw.randrange(10, 250) for _ in range(draw.randrange(1, 40))]
             seed, tokens = draw.randrange(2**31), draw.choice((3, 20, 60, 150))
             self.outcomes["submitted"] += 1
+            began = time.monotonic()
             try:
                 outcome = await draw.choice(plays)(prompt, seed, tokens)
             except RequestFailed as failed:
@@ -113,8 +120,16 @@ class AsyncLoad:
             except Unavailable as error:
                 outcome = AWAY.get(error.code, "refused")
                 assert error.code in ("needs_weights", "host_failed", *AWAY), error
+                if error.code in AWAY:
+                    self._was_told_in_time(began, error)
                 await asyncio.sleep(0.05)
             self.outcomes[outcome] += 1
+
+    def _was_told_in_time(self, began: float, error: Unavailable) -> None:
+        """Assert that a front was killed, and that a request of then, or a later one, has waited for its time-out at most."""
+        assert self.kills.exists(), f"nobody killed the front: {error}"
+        waited_s = time.monotonic() - max(began, float(self.kills.read_text()))
+        assert waited_s < CLIENT_S + LATE_S, f"it took {waited_s:.1f} s to say: {error}"
 
     def _check(self, generation: rollout.Generation, seed: int, prompt: int, tokens: int) -> str:
         assert generation.logprobs is not None
@@ -179,17 +194,17 @@ def patiently(connect: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
-async def async_load(address: str, seed: int, seconds: float) -> dict[str, int]:
+async def async_load(address: str, seed: int, seconds: float, kills: Path) -> dict[str, int]:
     """Run an `AsyncLoad`; return its outcomes."""
     deadline, client = time.monotonic() + CONNECT_S, None
     while client is None:
         try:
-            client = await rollout.connect_async(address, timeout_s=30.0, name=f"load {seed}")
+            client = await rollout.connect_async(address, timeout_s=CLIENT_S, name=f"load {seed}")
         except Unavailable:
             assert time.monotonic() < deadline, "the service does not come back"
             await asyncio.sleep(0.1)
     async with client:
-        load = AsyncLoad(client, random.Random(seed), time.monotonic() + seconds)
+        load = AsyncLoad(client, random.Random(seed), time.monotonic() + seconds, kills)
         await load.run()
     return dict(load.outcomes)
 
@@ -275,10 +290,11 @@ def trainer(address: str, seed: int, seconds: float) -> dict[str, int]:
 class Worker:
     """A load or the trainer as a process; `finish` gives what it counted."""
 
-    def __init__(self, kind: str, address: str, seed: int, seconds: float) -> None:
+    def __init__(self, kind: str, address: str, seed: int, seconds: float, kills: Path) -> None:
         self.kind = kind
         command = [sys.executable, "-m", "tests.chaos", "--worker", kind, "--address", address, "--seed", str(seed)]
-        self.process = subprocess.Popen([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command += ["--seconds", str(seconds), "--kills", str(kills)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def kill(self) -> None:
         """End it without a word."""
@@ -307,6 +323,7 @@ class Chaos:
         with tempfile.TemporaryDirectory() as folder:
             # Every other run has hosts that bring the newest weights back by themselves; else the trainer has to.
             keeps = self._draw.random() < 0.5
+            self._kills = Path(folder) / "kills"
             self._service = self._made(folder, str(Path(folder) / "last.safetensors") if keeps else None)
             try:
                 self._service.start()
@@ -341,7 +358,7 @@ class Chaos:
 
     def _start(self, kind: str) -> Worker:
         left = self._ends_at - time.monotonic()
-        return Worker(kind, self._client.address, self._draw.randrange(2**31), left)
+        return Worker(kind, self._client.address, self._draw.randrange(2**31), left, self._kills)
 
     def _elapsed(self) -> float:
         """Return the part of the time that is over."""
@@ -415,8 +432,11 @@ class Chaos:
         stats = self._client.stats()
         assert stats["accounting_errors"] == 0 and stats["received"] == stats["refused"] + stats["attached"] + stats["accepted"], stats
         self._before.update({name: stats[name] for name in ("accepted", "length", "host_starts")})
-        front, address = self._front, self._client.address
+        front, address, incarnation = self._front, self._client.address, self._client.info().incarnation
         hosts = front.children()
+        # Loads read it: renamed into place, so that they see all of it.
+        self._kills.with_suffix(".new").write_text(str(time.monotonic()))
+        self._kills.with_suffix(".new").rename(self._kills)
         front.kill()
         _, alive = psutil.wait_procs(hosts, timeout=ORPHAN_S)
         assert not alive, f"engine hosts outlive their front: {alive}"
@@ -426,6 +446,9 @@ class Chaos:
         self._service.stop()
         self._service.start()
         assert self._client.address == address, "clients find the new front where the old one was"
+        assert self._client.info().incarnation != incarnation, "clients can tell it from the old one"
+        fresh = self._client.stats()
+        assert fresh["host_starts"] == 1 and fresh["version"] > stats["version"], f"it begins anew: {fresh}"
 
     @staticmethod
     def _settled(client: rollout.Client) -> dict[str, Any]:
@@ -465,9 +488,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the killing; the loads' timing is never the same twice")
     parser.add_argument("--worker", choices=("async", "wire", "trainer"))
     parser.add_argument("--address")
+    parser.add_argument("--kills", type=Path, help="file with the time at which the front was killed last")
     given = parser.parse_args()
     if given.worker == "async":
-        print(json.dumps(asyncio.run(async_load(given.address, given.seed, given.seconds))))
+        print(json.dumps(asyncio.run(async_load(given.address, given.seed, given.seconds, given.kills))))
     elif given.worker is not None:
         print(json.dumps({"wire": wire_load, "trainer": trainer}[given.worker](given.address, given.seed, given.seconds)))
     else:

@@ -1,6 +1,6 @@
 """Hostile messages on every bound socket of a running service, beside a request that must not notice.
 
-`make fuzz` sends many more: FUZZ_MUTATIONS says how many, FUZZ_SEED which.
+About a minute's worth beside other tests; `make fuzz` sends more: FUZZ_MUTATIONS says how many, FUZZ_SEED which.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.fuzz.audited import AuditedService, audited_service
 from tests.fuzz.mutations import Mutator
 from tests.unit.rollout.agent.byte_tokenizer import files
 
-MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "12000"))
+MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "60000"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 BURST = 50
 # What a client with a session may rightly do to all others, or to a host elsewhere.

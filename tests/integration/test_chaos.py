@@ -1,4 +1,4 @@
-"""A short chaos run: clients, front, host and trainer killed at random, and still every token once and every request one end."""
+"""A minute of chaos: clients, front, host and trainer killed at random, and still every token once and every request one end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from tests.chaos import Chaos
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_nothing_is_lost_whoever_is_killed() -> None:
     happened = Chaos(SECONDS, seed=5).run()
     assert sum(count for name, count in happened.items() if name.startswith(("kill", "stop", "hang"))) >= 5
