@@ -42,7 +42,7 @@ from tests.bench.record import arguments, compose, keep
 LAG = 2
 PROMPTS = {"cuda": (62, 63, 64, 65), "cpu": (14, 15, 16, 17)}
 MIN_STEPS = {"cuda": {"graph": 192, "eager": 64}, "cpu": {"eager": 0}}
-"""Steps of one timed run, at least. Launched one by one they take several times as long, and many short pairs say more than few long ones."""
+"""Steps of one timed run, at least. Launched one by one they take several times as long; many short pairs say more than few long ones."""
 
 CONTEXT = 1024
 MAX_PAIRS = 101
