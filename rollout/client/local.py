@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from rollout.client.blocking import Client, connect
+from rollout.client.loading_line import loading_line
 from rollout.config import ServiceConfig
 from rollout.errors import HostFailed, InvalidConfig, error_from_fields
 from rollout.keys import LOCAL, KeyFolder
@@ -96,7 +97,8 @@ class LocalService:
                     stderr=log,
                     start_new_session=True,
                 )
-            ready = self._ready()
+            with loading_line(config.model, sys.stderr):
+                ready = self._ready()
             self.address, self.metrics = str(ready["address"]), ready.get("metrics")
             self.client = connect(self.address, timeout_s=self._timeout_s, key=self._key(config))
         except BaseException:
@@ -198,8 +200,8 @@ def _first_line(pipe: IO[bytes], deadline: float) -> bytes | None:
 def local(model: str, *, start_timeout_s: float = 120.0, timeout_s: float = 10.0, **options: Any) -> LocalService:
     """Return a service for a `with` block: `with rollout.local(path, max_rows=32) as client: ...`.
 
-    `options` are those of `ServiceConfig`. Raises at the start of the block: InvalidConfig, CheckpointError,
-    UnsupportedModel, HostFailed.
+    `options` are those of `ServiceConfig`. Loading takes seconds, which a terminal or a notebook is told. Raises at the start of the
+    block: InvalidConfig, CheckpointError, UnsupportedModel, HostFailed.
     """
     unknown = [name for name in options if name in ("engine", "engine_options", "watch_parent")]
     if unknown:
