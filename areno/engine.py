@@ -52,6 +52,7 @@ from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import TensorSpec
 from areno.weights.report import UpdateReport
+from areno.weights.slices import OpenSlice
 from areno.weights.whole import whole_tensor
 
 
@@ -320,12 +321,17 @@ class Engine:
         self._updates.stage(name, tensor)
 
     @on_device
-    def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
-        """Return where a slice is staged, for a caller that reads it there and gives it to `stage_slice`; None where that cannot be.
+    def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
+        """Return where a slice is staged, for a caller that fills it there and gives it to `close_slice`; None where that cannot be.
 
         Raises: as `stage`.
         """
-        return self._updates.slice_memory(name, start=start, count=count, spec=spec)
+        return self._updates.open_slice(name, start=start, count=count, spec=spec)
+
+    @on_device
+    def close_slice(self, filled: OpenSlice) -> None:
+        """Take a slice that was filled and looked at in place. Raises: as `stage`."""
+        self._updates.close_slice(filled)
 
     @on_device
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:

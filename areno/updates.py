@@ -28,6 +28,7 @@ from areno.score import scorable_ids
 from areno.weights.canary import Canary
 from areno.weights.names import ParameterTable, TensorSpec
 from areno.weights.report import UpdateReport
+from areno.weights.slices import OpenSlice
 from areno.weights.update import WeightUpdate
 
 
@@ -82,9 +83,14 @@ class Updates:
             self._open_update().stage(name, tensor)
             self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
 
-    def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
-        """As `Engine.slice_memory`."""
-        return self._open_update().slice_memory(name, start=start, count=count, spec=spec)
+    def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
+        """As `Engine.open_slice`."""
+        # The other ranks are told of values that have come.
+        return None if self._ranks.size > 1 else self._open_update().open_slice(name, start=start, count=count, spec=spec)
+
+    def close_slice(self, filled: OpenSlice) -> None:
+        """As `Engine.close_slice`."""
+        self._open_update().close_slice(filled)
 
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """As `Engine.stage_slice`."""

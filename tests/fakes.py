@@ -312,8 +312,12 @@ class FakeEngine:
             raise ManifestMismatch(f"tensor {name} of shape {tuple(tensor.shape)}", field=name, remedy="bring the model's tensors")
         self._staged[name] = tensor.numpy().copy()
 
-    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> None:
+    def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> None:
         """Give no memory: slices are looked at as they come."""
+
+    def close_slice(self, filled: Any) -> None:
+        """None was opened."""
+        raise AssertionError("a slice is closed that was never opened")
 
     def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
         """Take a part of a tensor; it counts as staged from the first one on."""

@@ -1,22 +1,85 @@
-"""Which elements of which tensors an update has, where they come in slices.
+"""Which elements of which tensors an update has, where they come in slices; and a slice that is filled where it is staged.
 
 `WeightUpdate` owns one ledger. Invariant: the runs of a tensor never overlap, so it is whole when their lengths add up to its
-size; a run that comes again replaces itself.
+size; a run that comes again replaces itself. A large tensor comes in thousands of slices, so a slice looks at its neighbours only.
 """
 
 from __future__ import annotations
 
+import bisect
+import time
+from dataclasses import dataclass, field
+
+import torch
+
 from areno.weights.manifest import mismatch
-from areno.weights.staged import StagedFacts, join_facts
+from areno.weights.staged import StagedFacts, inspect_rows, join_facts
+
+
+class OpenSlice:
+    """Where a slice of tensor `name` is staged, to be filled in order; `look` at a part as soon as it is there, while the caches hold it.
+
+    Shapes: `values` flat, elements `start` and on of the tensor, of which the first `looked` were looked at. Units: `inspect_s` seconds.
+    A slice that is not closed counts as not staged.
+    """
+
+    __slots__ = ("_live", "_parts", "canonical", "inspect_s", "looked", "name", "start", "values")
+
+    def __init__(self, name: str, canonical: str, start: int, values: torch.Tensor, live: torch.Tensor) -> None:
+        self.name, self.canonical, self.start, self.values, self._live = name, canonical, start, values, live
+        self._parts: list[StagedFacts] = []
+        self.looked = 0
+        self.inspect_s = 0.0
+
+    def look(self, count: int) -> None:
+        """Find out about the next `count` elements, which are there. Mutates: the slice."""
+        started, end = time.perf_counter(), self.looked + count
+        part = self.values[self.looked : end]
+        self._parts.append(inspect_rows(part.view(1, -1), self._live[self.looked : end], self.start + self.looked, 0))
+        self.looked = end
+        self.inspect_s += time.perf_counter() - started
+
+    def facts(self) -> StagedFacts:
+        """Return what is known of the slice."""
+        assert self.looked == self.values.numel(), f"{self.looked} of {self.values.numel()} elements of {self.name} were looked at"
+        return join_facts(self._parts)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """One tensor's runs: first index -> (length, what is known of them, None on a device); first indices in order; elements in all."""
+
+    by_start: dict[int, tuple[int, StagedFacts | None]] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    elements: int = 0
+
+    def overlaps(self, start: int, count: int) -> bool:
+        """Tell whether elements from `start` on are in another run. Those before and behind are the only ones that reach here."""
+        place = bisect.bisect_left(self.starts, start)
+        if place < len(self.starts) and self.starts[place] < start + count:
+            return True
+        return place > 0 and self.starts[place - 1] + self.by_start[self.starts[place - 1]][0] > start
+
+    def drop(self, start: int) -> None:
+        known = self.by_start.pop(start, None)
+        if known is not None:
+            del self.starts[bisect.bisect_left(self.starts, start)]
+            self.elements -= known[0]
+
+    def add(self, start: int, count: int, facts: StagedFacts | None) -> None:
+        self.drop(start)
+        self.by_start[start] = (count, facts)
+        bisect.insort(self.starts, start)
+        self.elements += count
 
 
 class SliceLedger:
-    """Runs of elements by tensor name: first index -> (length, what is known of them, None on a device)."""
+    """Runs of elements by tensor name."""
 
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: dict[str, dict[int, tuple[int, StagedFacts | None]]] = {}
+        self._runs: dict[str, _Runs] = {}
 
     def forget(self, name: str) -> None:
         """Drop a tensor's runs: it came whole, or has to come again."""
@@ -24,23 +87,25 @@ class SliceLedger:
 
     def drop(self, name: str, start: int) -> None:
         """Drop a run that is about to be written anew."""
-        self._runs.get(name, {}).pop(start, None)
+        if name in self._runs:
+            self._runs[name].drop(start)
 
     def check(self, name: str, start: int, count: int) -> None:
         """Check that a run is new or one that was there. Raises: ManifestMismatch."""
-        runs = self._runs.get(name, {})
-        known = runs.get(start)
-        if known is not None and known[0] == count:
+        runs = self._runs.get(name)
+        if runs is None or not count:
             return
-        if any(first < start + count and start < first + length for first, (length, _) in runs.items()):
+        known = runs.by_start.get(start)
+        if (known is None or known[0] != count) and runs.overlaps(start, count):
             raise mismatch(f"slices of {name} reach into each other at element {start}", name, "cut a tensor the same way within an update")
 
     def add(self, name: str, start: int, count: int, facts: StagedFacts | None, *, size: int) -> bool:
-        """Take note of a run; return whether the tensor of `size` elements is whole now."""
-        runs = self._runs.setdefault(name, {})
-        runs[start] = (count, facts)
-        return sum(length for length, _ in runs.values()) == size
+        """Take note of a run; return whether the tensor of `size` elements is whole now. A run of no elements changes nothing."""
+        runs = self._runs.setdefault(name, _Runs())
+        if count:
+            runs.add(start, count, facts)
+        return runs.elements == size
 
     def facts(self, name: str) -> StagedFacts:
         """Return what is known of a whole tensor from its runs."""
-        return join_facts(facts for _, facts in self._runs[name].values() if facts is not None)
+        return join_facts(facts for _, facts in self._runs[name].by_start.values() if facts is not None)

@@ -30,7 +30,7 @@ from areno.weights.names import ParameterTable, TensorSpec, dtype_name, is_finit
 from areno.weights.prepared import PreparedCopies
 from areno.weights.report import UpdateCounts
 from areno.weights.shards import Overlap, TensorShard
-from areno.weights.slices import SliceLedger
+from areno.weights.slices import OpenSlice, SliceLedger
 from areno.weights.staged import StagedFacts, inspect, inspect_rows, join_facts
 from areno.weights.staged_set import StagedSet
 from areno.weights.staging_stream import StagingStream, layout_of
@@ -140,12 +140,13 @@ class WeightUpdate:
         if self._stream is not None:
             self._received.facts.update(self._stream.look())
 
-    def slice_memory(self, name: str, *, start: int, count: int, spec: TensorSpec) -> torch.Tensor | None:
-        """Return where elements `start` to `start` + `count` of a tensor are staged, to be filled and then given to `stage_slice`.
+    def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
+        """Return where elements `start` to `start` + `count` of a tensor are staged, to be filled, looked at and given to `close_slice`.
 
         What was there counts as not staged. None where the values have to be looked at first: cast, cut, compared, or on a device.
         Raises: as `stage_slice`.
         """
+        assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
         canonical, size = check_offer(self._table, self._manifest, name, spec), math.prod(spec.shape)
         fits = 0 <= start <= size - count and self._received.sources.get(canonical, name) == name
         looked_at = canonical in self._table.tied or canonical in self._table.shards
@@ -155,7 +156,22 @@ class WeightUpdate:
         self._slices.drop(canonical, start)
         self._take_back(canonical)
         self.state = UpdateState.OPEN
-        return self._staged.views[canonical].view(-1)[start : start + count]
+        staged, live = (table.views[canonical].view(-1)[start : start + count] for table in (self._staged, self._table))
+        return OpenSlice(name, canonical, start, staged, live)
+
+    def close_slice(self, filled: OpenSlice) -> None:
+        """Take a slice that was filled and looked at where it is staged. Raises: ManifestMismatch as `stage_slice`."""
+        assert self.state is not UpdateState.SWAPPED, f"a slice of {filled.name} came after the swap; stage before commit"
+        canonical, size = filled.canonical, self._table.views[filled.canonical].numel()
+        self.inspect_s += filled.inspect_s
+        facts = filled.facts()
+        if not facts.finite:
+            raise not_finite(filled.name, self._table.dtype)
+        self._slices.check(canonical, filled.start, filled.values.numel())
+        self._take_back(canonical)
+        self.state = UpdateState.OPEN
+        if self._slices.add(canonical, filled.start, filled.values.numel(), facts, size=size):
+            self._complete(filled.name, canonical)
 
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
@@ -191,8 +207,11 @@ class WeightUpdate:
         facts = self._stage_run(canonical, shard, values, start)
         if facts is not None and not facts.finite and shard is None:
             raise not_finite(name, self._table.dtype)
-        if not self._slices.add(canonical, start, count, facts, size=size):
-            return
+        if self._slices.add(canonical, start, count, facts, size=size):
+            self._complete(name, canonical)
+
+    def _complete(self, name: str, canonical: str) -> None:
+        """Take note of a tensor that all slices of are there."""
         self._received.sources[canonical] = name
         if self._stream is not None:
             self._stream.look_later(canonical)
@@ -219,9 +238,7 @@ class WeightUpdate:
                     target.copy_(source, non_blocking=True)
             return None
         for target, source in copies:
-            # Values that were read into staging are there already.
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+            target.copy_(source)
         started = time.perf_counter()
         parts = [inspect_rows(one.of_shard(staged), one.of_shard(live), one.index, one.stride) for one in overlaps]
         self.inspect_s += time.perf_counter() - started

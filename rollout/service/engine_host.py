@@ -59,6 +59,8 @@ MAX_INBOUND_PER_TURN = 512
 EXIT_LOAD_FAILED = 3
 WAKE_AGAIN_S = 1.0
 AWAITED_WEIGHTS_S = 0.001
+# While no row waits for the next step weights are staged for so long between two looks at messages, which a turn of the loop costs.
+IDLE_STAGING_S = 0.01
 EXIT_ENGINE_FAILED = 4
 
 
@@ -202,7 +204,7 @@ class EngineHost:
             elif (self._paused or self._asleep) and not self._outbox.full:
                 # Cancels and deadlines end during a pause too, and what was launched before it is told.
                 self._outbox.add(self._engine.collect())
-            staged = self._intake.advance()
+            staged = self._intake.advance(0.0 if self._can_step() else IDLE_STAGING_S)
             if staged is not None:
                 self._answer_staged(staged)
             self._last.advance()

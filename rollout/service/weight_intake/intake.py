@@ -1,8 +1,8 @@
 """Weights on their way into the engine, whatever brings them: taken piece by piece between the engine's steps.
 
 The engine host owns one intake and calls `advance` once per turn of its loop, which does one bounded piece of work (a
-piece of a hash, a few MiB of a tensor), so decoding goes on meanwhile. A bucket is known by its number within the update:
-one that is staged already is answered at once, so a trainer that lost an answer may send it again.
+piece of a hash, a few MiB of a tensor), so decoding goes on meanwhile, or several where nothing decodes. A bucket is known by
+its number within the update: one that is staged already is answered at once, so a trainer that lost an answer may send it again.
 
     stage_file    files.py      safetensors below the weights folder
     stage_bucket  segments.py   shared memory        frames.py    bytes in the message
@@ -14,6 +14,7 @@ Invariant: every call gets one answer, also when its update ends before it was d
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class UpdatableEngine(Protocol):
 
     def begin_update(self, manifest: Mapping[str, Any] | None, *, version: int, partial: bool = False) -> None: ...
     def stage(self, name: str, tensor: torch.Tensor) -> None: ...
-    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> torch.Tensor | None: ...
+    def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> Any: ...
+    def close_slice(self, filled: Any) -> None: ...
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
     def settle_slices(self) -> None: ...
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> Any: ...
@@ -191,8 +193,8 @@ class WeightIntake:
         if known is None:
             yield from stage_pieces(self._engine, body, source, self._engine_device())
 
-    def advance(self) -> StagedFile | None:
-        """Do one piece of the oldest job; return its end when it ended."""
+    def advance(self, for_s: float = 0.0) -> StagedFile | None:
+        """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return its end when it ended."""
         if self._dropped:
             return self._dropped.popleft()
         if not self._jobs:
@@ -201,7 +203,10 @@ class WeightIntake:
         error: Exception | None = None
         self.waits = False
         try:
-            self.waits = next(job.steps)
+            until = time.monotonic() + for_s
+            while not (waits := next(job.steps)) and time.monotonic() < until:
+                pass
+            self.waits = waits
             return None
         except StopIteration:
             if job.bucket is not None:

@@ -26,9 +26,10 @@ Steps = Generator[bool, None, None]
 
 
 class SliceEngine(Protocol):
-    """What takes slices, in memory of its own if it gives some; on a device it may copy them later, at the latest in `settle_slices`."""
+    """What takes slices, in memory of its own if it opens one; on a device it may copy them later, at the latest in `settle_slices`."""
 
-    def slice_memory(self, name: str, *, start: int, count: int, spec: Any) -> torch.Tensor | None: ...
+    def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> Any: ...
+    def close_slice(self, filled: Any) -> None: ...
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
     def settle_slices(self) -> None: ...
 
@@ -93,17 +94,23 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
         item = ITEM_BYTES[piece.dtype]
         spec = TensorSpec(dtype=piece.dtype, shape=tuple(piece.shape))
         step = max(1, source.slice_bytes // item)
+        # A piece is one slice where the engine gives memory for it: its checks are made once, whatever it is filled by.
+        opened = None if source.stays or not piece.count else engine.open_slice(piece.name, start=piece.start, count=piece.count, spec=spec)
         for first in range(0, piece.count, step):
             count = min(step, piece.count - first)
-            start = piece.start + first
-            memory = engine.slice_memory(piece.name, start=start, count=count, spec=spec)
-            engine.stage_slice(piece.name, source.values(piece, first, count, memory), start=start, spec=spec)
-            if not source.stays:
-                engine.settle_slices()
+            if opened is not None:
+                source.values(piece, first, count, opened.values[first : first + count])
+                opened.look(count)
+            else:
+                engine.stage_slice(piece.name, source.values(piece, first, count, None), start=piece.start + first, spec=spec)
+                if not source.stays:
+                    engine.settle_slices()
             made, moved = made + 1, moved + count * item
             if made >= slices or moved >= num_bytes:
                 made = moved = 0
                 yield False
+        if opened is not None:
+            engine.close_slice(opened)
     engine.settle_slices()
 
 

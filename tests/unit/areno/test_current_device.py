@@ -57,14 +57,15 @@ def test_every_method_of_the_engine_that_reaches_the_device_is_guarded() -> None
     guarded = {name for name, method in inspect.getmembers(Engine, inspect.isfunction) if hasattr(method, "__wrapped__")}
     assert guarded == {
         "begin_update",
+        "close_slice",
         "check_integrity",
         "collect",
         "commit_update",
         "digests",
+        "open_slice",
         "score",
         "settle_slices",
         "sleep",
-        "slice_memory",
         "stage",
         "stage_slice",
         "step",

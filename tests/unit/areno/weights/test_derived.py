@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from areno.errors import CanaryMismatch
+from areno.errors import CanaryMismatch, DigestMismatch, ManifestMismatch
 from areno.models.dense import DenseDecoder
 from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
 from areno.weights.canary import Canary
+from areno.weights.digest import digest
 from areno.weights.load import load_checkpoint
 from areno.weights.update import WeightUpdate
 from tests.engine_runs import make_engine
@@ -111,29 +112,70 @@ def test_an_engine_whose_update_failed_computes_with_the_old_copies(folders: tup
     assert (engine.score(ids).token_logprobs == before).all()
 
 
-def test_slices_may_be_read_straight_into_staging_and_what_was_there_is_void_meanwhile(folders: tuple[Path, Path]) -> None:
+def test_slices_may_be_filled_where_they_are_staged_and_what_was_there_is_void_meanwhile(folders: tuple[Path, Path]) -> None:
     decoder, new = load_decoder(folders[0], torch.float32), checkpoint_tensors(folders[1])
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
     for name, start, values in slices_of(new, 777):
-        memory = update.slice_memory(name, start=start, count=values.numel(), spec=spec_of(new[name]))
-        if name == "lm_head.weight" and memory is None:
+        opened = update.open_slice(name, start=start, count=values.numel(), spec=spec_of(new[name]))
+        if name == "lm_head.weight" and opened is None:
             continue
-        assert memory is not None
-        memory.copy_(values)
-        update.stage_slice(name, memory, start=start, spec=spec_of(new[name]))
-    again = update.slice_memory(UP, start=0, count=777, spec=spec_of(new[UP]))
+        assert opened is not None
+        for part in values.split(300):
+            opened.values[opened.looked : opened.looked + part.numel()] = part
+            opened.look(part.numel())
+        update.close_slice(opened)
+    again = update.open_slice(UP, start=0, count=777, spec=spec_of(new[UP]))
     assert again is not None
     with pytest.raises(Exception, match=f"1 of .* tensors never came: {UP}"):
         update.verify(None)
-    update.stage_slice(UP, again, start=0, spec=spec_of(new[UP]))
-    update.verify(None)
+    again.look(777)
+    update.close_slice(again)
+    update.verify({name: digest(tensor) for name, tensor in new.items()})
     update.swap()
     assert all(torch.equal(view, new[name]) for name, view in decoder.table.views.items())
     assert_follow(decoder)
 
 
+def test_a_slice_filled_with_what_is_not_finite_or_with_other_bits_is_refused_by_name(folders: tuple[Path, Path]) -> None:
+    decoder, new = load_decoder(folders[0], torch.float32), checkpoint_tensors(folders[1])
+    update, size = WeightUpdate(decoder.table, None, version=1, partial=False), new[UP].numel()
+
+    def fill(values: torch.Tensor) -> None:
+        opened = update.open_slice(UP, start=0, count=size, spec=spec_of(new[UP]))
+        assert opened is not None
+        opened.values.copy_(values.reshape(-1))
+        opened.look(size - 5)
+        opened.look(5)
+        update.close_slice(opened)
+
+    broken = new[UP].clone()
+    broken[-1, -1] = torch.inf
+    with pytest.raises(ManifestMismatch, match=f"{UP} holds NaN or infinity"):
+        fill(broken)
+    broken[-1, -1] = new[UP][-1, -1] + 1.0
+    fill(broken)
+    for name, tensor in new.items():
+        if name != UP:
+            update.stage(name, tensor)
+    digests = {name: digest(tensor) for name, tensor in new.items()}
+    with pytest.raises(DigestMismatch, match=f"differ for {UP}"):
+        update.verify(digests)
+    fill(new[UP])
+    update.verify(digests)
+
+
+def test_a_slice_that_was_not_looked_at_to_its_end_cannot_be_closed(folders: tuple[Path, Path]) -> None:
+    decoder, new = load_decoder(folders[0], torch.float32), checkpoint_tensors(folders[1])
+    update = WeightUpdate(decoder.table, None, version=1, partial=False)
+    opened = update.open_slice(UP, start=0, count=100, spec=spec_of(new[UP]))
+    assert opened is not None
+    opened.look(99)
+    with pytest.raises(AssertionError, match="99 of 100 elements"):
+        update.close_slice(opened)
+
+
 def test_values_that_must_be_cast_get_no_memory(folders: tuple[Path, Path]) -> None:
     decoder, new = load_decoder(folders[0], torch.bfloat16), checkpoint_tensors(folders[1])
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
-    assert update.slice_memory(UP, start=0, count=10, spec=spec_of(new[UP])) is None
-    assert update.slice_memory(UP, start=new[UP].numel() - 5, count=10, spec=spec_of(new[UP].bfloat16())) is None
+    assert update.open_slice(UP, start=0, count=10, spec=spec_of(new[UP])) is None
+    assert update.open_slice(UP, start=new[UP].numel() - 5, count=10, spec=spec_of(new[UP].bfloat16())) is None

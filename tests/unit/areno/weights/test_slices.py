@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from areno.errors import DigestMismatch, ManifestMismatch
 from areno.models.dense import DenseDecoder
 from areno.weights.digest import digest
 from areno.weights.names import TensorSpec, dtype_name
+from areno.weights.slices import SliceLedger
+from areno.weights.staged import StagedFacts
 from areno.weights.update import WeightUpdate
 from tests.fixtures_models import checkpoint_tensors, load_decoder, manifest_of, write_checkpoint
 
@@ -116,3 +120,43 @@ def test_a_slice_with_nan_or_under_another_name_or_shape_is_refused(decoder: Den
     update.stage_slice(Q, flat, start=0, spec=spec)
     with pytest.raises(ManifestMismatch, match="offered twice"):
         update.stage_slice(f"module.{Q}", flat, start=0, spec=spec)
+
+
+def test_the_ledger_agrees_with_a_plain_list_of_runs_whatever_comes() -> None:
+    draws = random.Random(7)
+    for _ in range(300):
+        ledger, runs, size = SliceLedger(), {}, 60
+        for _ in range(40):
+            start = draws.randrange(size)
+            count = draws.randrange(0, min(12, size - start) + 1)
+            if draws.random() < 0.15 and runs:
+                start = draws.choice(list(runs))
+                ledger.drop("x", start)
+                del runs[start]
+                continue
+            if draws.random() < 0.3 and runs:
+                start = draws.choice(list(runs))
+                count = runs[start]
+            fits = not count or runs.get(start) == count or not any(a < start + count and start < a + n for a, n in runs.items())
+            if not fits:
+                with pytest.raises(ManifestMismatch, match="reach into each other"):
+                    ledger.check("x", start, count)
+                continue
+            ledger.check("x", start, count)
+            if count:
+                runs[start] = count
+            whole = ledger.add("x", start, count, StagedFacts(start, finite=True, changed=False), size=size)
+            assert whole == (sum(runs.values()) == size)
+            if runs:
+                assert ledger.facts("x").digest == sum(runs)
+
+
+def test_a_slice_costs_the_ledger_the_same_however_many_came_before() -> None:
+    def seconds(slices: int) -> float:
+        ledger, started = SliceLedger(), time.process_time()
+        for number in range(slices):
+            ledger.check("x", number * 10, 10)
+            ledger.add("x", number * 10, 10, None, size=slices * 10)
+        return (time.process_time() - started) / slices
+
+    assert seconds(20_000) < 10 * min(seconds(500) for _ in range(3))
