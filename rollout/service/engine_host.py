@@ -61,6 +61,7 @@ WAKE_AGAIN_S = 1.0
 AWAITED_WEIGHTS_S = 0.001
 # While no row waits for the next step weights are staged for so long between two looks at messages, which a turn of the loop costs.
 IDLE_STAGING_S = 0.01
+TIDY_S = 5.0
 EXIT_ENGINE_FAILED = 4
 
 
@@ -162,6 +163,7 @@ class EngineHost:
         self._paused = False
         self._asleep = self._keep_again = False
         self._wake_at: float | None = None
+        self._holds_segments, self._tidied_at = False, 0.0
         self._stopping = False
         self._handlers: dict[Op, Callable[[Packet], None]] = {
             Op.SUBMIT: self._submit,
@@ -199,6 +201,7 @@ class EngineHost:
             while self._late_scores and not self._outbox.full:
                 self._handle(self._late_scores.popleft())
             self._wake_when_due()
+            self._tidy_when_due()
             if self._can_step():
                 self._outbox.add(self._engine.step())
             elif (self._paused or self._asleep) and not self._outbox.full:
@@ -217,7 +220,14 @@ class EngineHost:
         waits = [AWAITED_WEIGHTS_S] if self._intake.busy else []
         if self._wake_at is not None:
             waits.append(max(0.0, self._wake_at - time.monotonic()))
+        if self._holds_segments:
+            waits.append(TIDY_S)
         return min(waits, default=None)
+
+    def _tidy_when_due(self) -> None:
+        """Give memory of dead trainers back, now and then."""
+        if self._holds_segments and time.monotonic() - self._tidied_at > TIDY_S:
+            self._holds_segments, self._tidied_at = self._intake.tidy(), time.monotonic()
 
     def _can_step(self) -> bool:
         return not self._paused and not self._asleep and not self._outbox.full and bool(self._engine.has_work)
@@ -389,6 +399,7 @@ class EngineHost:
             arrays.get("canary_logprobs", _no_array(np.float32)),
             body.canary_temperatures,
         )
+        self._holds_segments = self._intake.tidy()
         self._last.committed()
         self._outbox.reply(
             Op.WEIGHTS_REPORT, packet.request_id, _finite({name: getattr(report, name) for name in WeightsReport.model_fields})

@@ -236,12 +236,15 @@ class WeightIntake:
                 raise WeightUpdateError(
                     f"{len(self._jobs)} files or buckets are still being staged", remedy="wait for their answers before the commit"
                 )
-            return self._engine.commit_update(digests=digests, canaries=_canaries(ids, counts, logprobs, temperatures))
+            report = self._engine.commit_update(digests=digests, canaries=_canaries(ids, counts, logprobs, temperatures))
         except BaseException:
-            self._engine.abort_update()
+            try:
+                self._engine.abort_update()
+            finally:
+                self._close()
             raise
-        finally:
-            self._close()
+        self._close(succeeded=True)
+        return report
 
     def abort(self, update_id: str) -> None:
         """Drop the update if it is this one; what was being staged ends with it."""
@@ -249,7 +252,11 @@ class WeightIntake:
             self._close()
             self._engine.abort_update()
 
-    def _close(self) -> None:
+    def tidy(self) -> bool:
+        """Give back what is held of trainers that are gone; return whether anything is held between updates."""
+        return isinstance(self._segments, PinnedSegments) and self._segments.tidy()
+
+    def _close(self, *, succeeded: bool = False) -> None:
         while self._jobs:
             job = self._jobs.popleft()
             job.close()
@@ -261,9 +268,12 @@ class WeightIntake:
             self._group.close()
         if self._imports is not None:
             self._imports.close()
-        if self._segments is not None:
+        if succeeded and isinstance(self._segments, PinnedSegments):
+            self._segments.rest()
+        elif self._segments is not None:
             self._segments.close()
-        self._group = self._imports = self._segments = None
+            self._segments = None
+        self._group = self._imports = None
         self.waits = False
         self._update_id = None
 

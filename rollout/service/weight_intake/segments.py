@@ -2,7 +2,7 @@
 
 Memory that is sealed against shrinking is mapped, once in an update: no page of it can go away under a reader. A file in /dev/shm
 can be cut short at any time, so it is read through its descriptor: what a trainer truncates is a short read here and no SIGBUS.
-For a device either is mapped and its pages are pinned, once in an update, so that the device copies from them at the bus's full
+For a device either is mapped and its pages are pinned, once for a trainer, so that the device copies from them at the bus's full
 rate; the processor does not touch that mapping. The segment's head names the bucket, before and after the copy, so a segment that
 its trainer has filled anew in between is noticed.
 """
@@ -15,6 +15,8 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,11 @@ def _unavailable(segment: str, why: str) -> TransportUnavailable:
 
 def _name_of(handle: MemfdHandle | SharedHandle) -> str:
     return handle.segment if isinstance(handle, SharedHandle) else f"{handle.descriptor} of process {handle.process}"
+
+
+def _maker_of(handle: MemfdHandle | SharedHandle) -> int:
+    """Return the process that made a segment; a file's name says it."""
+    return handle.process if isinstance(handle, MemfdHandle) else int(handle.segment.split("-")[2])
 
 
 def _open_file(handle: SharedHandle, access: int) -> int:
@@ -108,16 +115,34 @@ class MappedSegments:
         self._mapped.clear()
 
 
+@dataclass(slots=True)
+class _Pinned:
+    """A segment that is pinned. `process` made it; `used` says whether this update came by it."""
+
+    mapped: mmap.mmap
+    whole: torch.Tensor
+    process: int
+    used: bool = True
+
+    def unpin(self) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(self.whole.data_ptr())
+
+
 class PinnedSegments:
-    """An update's segments as pinned host memory of this process; those that cannot be pinned are read instead."""
+    """A trainer's segments as pinned host memory of this process; those that cannot be pinned are read instead.
+
+    To pin them takes as long as to copy from them, so they stay from one update to the next, while their trainer lives.
+    """
 
     # A mapping can only be pinned if it is writable; nothing writes it.
     access = os.O_RDWR
 
     def __init__(self) -> None:
-        self._pinned: dict[FileKey, tuple[mmap.mmap, torch.Tensor] | None] = {}
+        self._pinned: dict[FileKey, _Pinned | None] = {}
 
-    def memory(self, key: FileKey, descriptor: int, size: int) -> torch.Tensor | None:
+    def memory(self, key: FileKey, descriptor: int, size: int, process: int) -> torch.Tensor | None:
         """Return a segment's bytes behind its head, or None."""
         import torch
 
@@ -126,20 +151,45 @@ class PinnedSegments:
             mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             whole = torch.frombuffer(mapped, dtype=torch.uint8)
             failed = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
-            self._pinned[key] = None if failed else (mapped, whole)
+            self._pinned[key] = None if failed else _Pinned(mapped, whole, process)
         found = self._pinned[key]
-        if found is None or found[1].numel() < SEGMENT_HEAD_BYTES + size:
+        if found is None or found.whole.numel() < SEGMENT_HEAD_BYTES + size:
             return None
-        return found[1][SEGMENT_HEAD_BYTES:]
+        found.used = True
+        return found.whole[SEGMENT_HEAD_BYTES:]
+
+    def rest(self) -> None:
+        """Unpin what the update that ends here did not use; the copies from it are complete."""
+        self._keep(lambda one: one.used)
+        for one in self._pinned.values():
+            assert one is not None, "what could not be pinned is not kept"
+            one.used = False
+
+    def tidy(self) -> bool:
+        """Unpin what is left of trainers that have ended; return whether anything stays."""
+        self._keep(lambda one: one.used or _lives(one.process))
+        return bool(self._pinned)
 
     def close(self) -> None:
         """Unpin everything; the copies from it are complete."""
-        import torch
+        self._keep(lambda one: False)
 
-        for found in self._pinned.values():
-            if found is not None:
-                torch.cuda.cudart().cudaHostUnregister(found[1].data_ptr())
-        self._pinned.clear()
+    def _keep(self, wanted: Callable[[_Pinned], bool]) -> None:
+        for key, one in list(self._pinned.items()):
+            if one is None or not wanted(one):
+                del self._pinned[key]
+                if one is not None:
+                    one.unpin()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class SegmentSource:
@@ -164,7 +214,7 @@ class SegmentSource:
             return
         key = found.st_dev, found.st_ino
         if isinstance(segments, PinnedSegments):
-            self._pinned = segments.memory(key, self._fd, body.size)
+            self._pinned = segments.memory(key, self._fd, body.size, _maker_of(handle))
             if self._pinned is not None:
                 self.slice_bytes = PINNED_SLICE_BYTES
         elif isinstance(handle, MemfdHandle):
