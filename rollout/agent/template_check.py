@@ -29,11 +29,12 @@ from rollout.environment_report import Finding
 Messages = list[dict[str, Any]]
 _USER: Messages = [{"role": "user", "content": "And then?"}]
 _TOOL: Messages = [{"role": "tool", "name": "add", "content": '{"sum": 4}'}]
+_SCHEMA_TEXT = "Add two numbers."
 _SCHEMA = {
     "type": "function",
     "function": {
         "name": "add",
-        "description": "Add two numbers.",
+        "description": _SCHEMA_TEXT,
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
     },
 }
@@ -54,6 +55,7 @@ class Scenario:
 
 _KEEP = 'pass history="append" to keep every turn in one row, or use a template that keeps history'
 _REPORT = "report this template: records of it cannot be trusted"
+_TELL = "describe the tools and the form of a call in the system message, or use a template that renders tools"
 _TEXT = "The sum is 4.", "That is\n\nall: {4}", "Sure."
 _CALL = 'Let me add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 3}}\n</tool_call>'
 _THOUGHT = "one and three\n</think>\n\nThe sum is 4."
@@ -91,7 +93,7 @@ def template_findings(
     chat = ChatFormat.from_folder(folder, history=history, template_kwargs=template_kwargs)
     chat.render(_USER)
     prompt = chat.render(_USER).removeprefix(chat.render(_USER, add_generation_prompt=False))
-    findings = [_about_family(chat), _about_end(chat), _finding("tool calls", None, f"read as {chat.call_form}")]
+    findings = [_about_family(chat), _about_end(chat), _about_tools(chat), _finding("tool calls", None, f"read as {chat.call_form}")]
     played = [_played(chat, scenario) for scenario in _scenarios(opens_thinking(prompt))]
     findings += [*played, _untrusted(chat), _random_conversations(chat, thinking_open=opens_thinking(prompt))]
     return all(finding.ok is not False for finding in findings) and played[0].ok is True, findings
@@ -110,6 +112,25 @@ def _about_family(chat: ChatFormat) -> Finding:
 def _about_end(chat: ChatFormat) -> Finding:
     value = "the template writes none" if chat.end_of_turn is None else f"{chat.end_of_turn} ({chat.end_of_turn_id})"
     return _finding("end of turn", None, value)
+
+
+def _about_tools(chat: ChatFormat) -> Finding:
+    """Return whether the model is told of tools: not whether it appends, so a template that leaves them out does not fail."""
+    name, system = "tools", {"role": "system", "content": "Be brief."}
+    told = {}
+    for lead, start in (("", _USER), (" behind a system message", [system, *_USER])):
+        try:
+            told[lead] = _SCHEMA_TEXT in chat.render(start, tools=[_SCHEMA]) and _SCHEMA_TEXT not in chat.render(start)
+        except ChatFormatError:
+            continue  # such a conversation is refused, with tools or altogether
+    if not told:
+        return _finding(name, None, "the template takes none", _TELL)
+    if not any(told.values()):
+        return _finding(name, None, "ignored: the prompt describes no tool, so the model is not told of them", _TELL)
+    if not all(told.values()):
+        (lead,) = [lead for lead, heard in told.items() if not heard]
+        return _finding(name, None, f"ignored{lead or ' without a system message'}: the prompt describes no tool there", _TELL)
+    return _finding(name, True, "the template tells the model of them")
 
 
 def _spelled(chat: ChatFormat, text: str) -> np.ndarray:

@@ -47,6 +47,42 @@ def test_a_template_that_drops_thinking_fails_says_where_and_names_the_remedy_wh
     assert code == 0 and report["append_only"]
 
 
+TELLS = "{% if tools %}# {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
+TELLS_BEHIND_SYSTEM = "{% if messages[0].role == 'system' and tools %}# {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
+TELLS_NAMES = "{% if tools %}# {% for tool in tools %}{{ tool.function.name }}{% endfor %}\n{% endif %}"
+REFUSES = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("lead", "ok", "said"),
+    [
+        ("", None, "ignored: the prompt describes no tool"),
+        (TELLS, True, "tells the model of them"),
+        (TELLS_NAMES, None, "ignored: the prompt"),
+        (TELLS_BEHIND_SYSTEM, None, "ignored without a system message"),
+        (REFUSES, None, "takes none"),
+    ],
+)
+def test_a_template_that_leaves_tools_out_is_told_of_with_what_to_do(tmp_path: Path, lead: str, ok: bool | None, said: str) -> None:
+    model = folder(tmp_path, byte_tokenizer.files(lead + TURNS))
+    code, report = check(model)
+    (tools,) = [finding for finding in report["findings"] if finding["name"] == "tools"]
+    assert tools["ok"] is ok and said in tools["value"]
+    assert (tools["remedy"] is None) == (ok is True) and (ok or "in the system message" in tools["remedy"])
+    assert code == 0 and report["append_only"], "whether tools are told of is no matter of appending"
+
+
+@pytest.mark.parametrize(("name", "ok"), [("qwen3", True), ("llama3.1", True), ("smollm2", None), ("phi3", None)])
+def test_real_templates_say_whether_they_tell_of_tools(tmp_path: Path, name: str, ok: bool | None) -> None:
+    _, findings = template_findings(folder(tmp_path, real_templates.files(name)))
+    (tools,) = [finding for finding in findings if finding.name == "tools"]
+    assert tools.ok is ok
+
+
 def test_options_of_the_template_are_passed_on(tmp_path: Path) -> None:
     model = folder(tmp_path, real_templates.files("qwen3"))
     code, report = check(model, "--template-options", '{"enable_thinking": false}')
