@@ -34,10 +34,14 @@ class ClearPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPages:
-    """Copy whole pages in every layer; all sources are read before a target is written. Shapes: [n] each."""
+    """Copy pages in every layer; all sources are read before a target is written. Shapes: [n] each.
+
+    Only the first `tokens` of a page count; where attention reads whole pages the rest of the target becomes zero.
+    """
 
     sources: np.ndarray
     targets: np.ndarray
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class Executor:
         if isinstance(command, ClearPages):
             self._store.clear(command.pages)
         elif isinstance(command, CopyPages):
-            self._store.copy(command.sources, command.targets)
+            self._store.copy(command.sources, command.targets, command.tokens)
         elif isinstance(command, PrefillLaunch):
             self._prefill(command)
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areno.kv.prefix import Spans
+from areno.kv.prefix import OpenTail, Spans
 from areno.request import FinishReason, Request
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
@@ -54,6 +54,7 @@ class LiveRequest:
     computed: int = 0
     cached_tokens: int = 0
     base_spans: Spans = ()
+    open_tail: OpenTail | None = None
     close_after: int = 0
     reason: FinishReason | None = None
     rebuilt_at: list[int] = field(default_factory=list)
@@ -79,6 +80,10 @@ class LiveRequest:
     def keeps_kv(self) -> bool:
         """Whether its KV may be of older weights than the live ones."""
         return self.request.kv_policy == "keep"
+
+    def is_built_by(self, version: int) -> bool:
+        """Whether all of the KV that it has so far is of one version."""
+        return self.base_spans in ((), ((0, version),))
 
     @property
     def variant(self) -> Variant:

@@ -14,11 +14,10 @@ reported (or the request queued again) and its pages keyed or freed. Every accep
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
 
 import numpy as np
 
-from areno.commands import ClearPages, Command, CopyPages, DecodeLaunch, PrefillChunk, PrefillLaunch
+from areno.commands import ClearPages, Command, DecodeLaunch, PrefillLaunch
 from areno.config import GROW_TOKENS, EngineConfig, ResolvedConfig
 from areno.decode.launch import LaneStatus, LaunchResult
 from areno.decode_rows import DecodeRows
@@ -26,6 +25,7 @@ from areno.errors import DuplicateRequest
 from areno.kv.prefix import PrefixIndex, run_lengths
 from areno.kv.residency import PageCopy, Residency
 from areno.live import NO_ROW, LiveRequest, Phase
+from areno.prefill_batch import PrefillBatch
 from areno.prompt_chunks import add_score, cut_chunk
 from areno.readback import NOT_FINITE, LaunchNews, read_launch
 from areno.request import (
@@ -39,7 +39,6 @@ from areno.request import (
     check_request,
     resolve_stop_ids,
 )
-from areno.sampling.variant import Variant
 from areno.seats import NO_SEAT
 
 REFILL_STEPS = 16
@@ -133,14 +132,16 @@ class Scheduler:
         self._compact()
         if not self._rows.is_steady:
             self._grow_rows()
-        copies, prefill = self._plan_prefill()
+        batch = self._plan_prefill()
+        prefill = self._launch_prefill(batch)
         decode = self._plan_decode()
         commands: list[Command] = list(self._rows.take_deltas())
         # A copy may read what eviction has just freed and handed out again: copies first, into pages they fill whole.
-        if copies:
-            commands.append(CopyPages(sources=_pages(copies, "source"), targets=_pages(copies, "target")))
+        copies = batch.page_copies()
+        if copies is not None:
+            commands.append(copies)
         if self._resolved.clears_pages:
-            filled = {copy.target for copy in copies}
+            filled = {copy.target for copy in batch.copies}
             fresh = [page for page in self._residency.pool.take_fresh() if page not in filled]
             if fresh:
                 commands.append(ClearPages(pages=np.array(fresh, dtype=np.int64)))
@@ -281,68 +282,74 @@ class Scheduler:
         self.counters["cached_tokens"] += live.cached_tokens
         self.counters["prompt_tokens"] += live.prompt_tokens
 
-    def _plan_prefill(self) -> tuple[list[PageCopy], PrefillLaunch | None]:
+    def _plan_prefill(self) -> PrefillBatch:
         budget = self._resolved.max_prefill_tokens
-        copies: list[PageCopy] = []
-        forks: list[PageCopy] = []
-        chunks: list[PrefillChunk] = []
-        sampled: list[LiveRequest] = []
+        batch = PrefillBatch(self._version)
         # Admission goes prompt by prompt, so that each one finds the pages that those before it are filling.
         refill = self._refill_due()
-        while budget > 0 and (self._prefilling or (refill and self._admit_next(copies))):
+        while True:
+            if refill and not self._prefilling and self._config.prefix_cache:
+                self._join_front(batch)
+            if budget <= 0 or not (self._prefilling or (refill and self._admit_next(batch.copies))):
+                return batch
             live = self._prefilling[0]
             take = min(budget, live.ids.size - live.computed)
             budget -= take
             self.counters["prefill_tokens"] += take
-            chunk = cut_chunk(live, take, version=self._version, residency=self._residency)
-            if live.computed == live.ids.size:
+            if batch.add(cut_chunk(live, take, version=self._version, residency=self._residency), live):
                 self._prefilling.popleft()
                 if not live.rebuilt_at:
                     self._count_prompt(live)
-                members = [live, *self._fork_members(live, forks)]
-                chunk = replace(chunk, rows=tuple(member.row for member in members))
-                sampled += members
-            chunks.append(chunk)
-        if not chunks:
-            return copies, None
-        needs = Variant().counts()
-        for live in sampled:
+                self._join_group(batch, live)
+
+    def _launch_prefill(self, batch: PrefillBatch) -> PrefillLaunch | None:
+        """Let the rows that draw run from here on; return the launch, if the batch has anything to compute."""
+        for live in batch.drawing:
             self._rows.enter(live)
             live.phase = Phase.RUNNING
-            needs += live.needs
-        seats = np.array([live.seat for live in sampled], dtype=np.int64)
-        launch = PrefillLaunch(
-            chunks=tuple(chunks),
-            fork_sources=_pages(forks, "source"),
-            fork_targets=_pages(forks, "target"),
-            seats=seats,
-            generations=self._seats.generation[seats].copy(),
-            variant=Variant.of_counts(needs),
-        )
-        self._launches += launch.reports
-        return copies, launch
+            # Not before: a copy planned in this step would read the page in front of the launch that fills it.
+            self._residency.open_tail(live)
+        launch = batch.launch(self._seats)
+        if launch is not None:
+            self._launches += launch.reports
+        return launch
 
-    def _fork_members(self, parent: LiveRequest, forks: list[PageCopy]) -> list[LiveRequest]:
+    def _join_group(self, batch: PrefillBatch, parent: LiveRequest) -> None:
         """Start the waiting members of a group on the prompt that one of them has just computed."""
         members = self._groups.get(parent.request.group, []) if parent.request.group is not None else []
-        started = []
         for live in members:
             same = live.phase is Phase.WAITING and live.prompt_logprobs is None and np.array_equal(live.ids, parent.ids)
             if not same or live.request.cache_salt != parent.request.cache_salt:
                 continue
-            copied = self._residency.fork(live, parent)
-            if copied is None:
-                break
-            forks.extend(copied)
-            self._waiting.remove(live)
-            self._by_seat[live.seat] = live
-            if not live.rebuilt_at:
-                # The last prompt token was computed for the member too, once for all of them.
-                live.cached_tokens = live.ids.size - 1
-                self._count_prompt(live)
-            self.counters["forks"] += 1
-            started.append(live)
-        return started
+            if not self._fork(live, parent, batch):
+                return
+            batch.join(live)
+
+    def _join_front(self, batch: PrefillBatch) -> None:
+        """Start requests at the front of the queue on a prompt that the batch computes for another one and that is theirs as well."""
+        while self._waiting:
+            live = self._waiting[0]
+            parent = batch.computes(live)
+            if parent is None or not self._fork(live, parent, batch):
+                return
+            batch.join_same(live)
+
+    def _fork(self, live: LiveRequest, parent: LiveRequest, batch: PrefillBatch) -> bool:
+        """Seat a waiting request beside the one that computes its prompt; return whether there was room."""
+        copied = self._residency.fork(live, parent)
+        if copied is None:
+            return False
+        batch.forks.extend(copied)
+        self._waiting.remove(live)
+        self._by_seat[live.seat] = live
+        # It draws in this launch; until it runs nobody else may start it.
+        live.phase = Phase.PREFILLING
+        if not live.rebuilt_at:
+            # The last prompt token was computed for the member too, once for all of them.
+            live.cached_tokens = live.ids.size - 1
+            self._count_prompt(live)
+        self.counters["forks"] += 1
+        return True
 
     def _plan_decode(self) -> DecodeLaunch | None:
         launch = self._rows.next_launch()
@@ -492,6 +499,7 @@ class Scheduler:
     def _break(self, live: LiveRequest, detail: str) -> None:
         """End a request as failed; what it still gives is not delivered, and its pages are not kept for others."""
         self._seats.mark_broken(live.seat)
+        self._residency.close_tail(live)
         live.reason = FinishReason(kind=FinishKind.FAILED, detail=detail)
         if live.phase is Phase.RUNNING:
             self._kill(live)
@@ -511,7 +519,3 @@ class Scheduler:
             scored = add_score(live, score, version=result.launch.version)
             if scored is not None:
                 self._scored.append(scored)
-
-
-def _pages(copies: list[PageCopy], side: str) -> np.ndarray:
-    return np.array([getattr(copy, side) for copy in copies], dtype=np.int64)

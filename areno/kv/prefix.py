@@ -2,7 +2,8 @@
 
 Two kinds of entries hold references. *Nodes* form a trie under (weight epoch, salt), keyed by the page's ids compared in
 full; a node may have *tails*, pages of which only the first ids are valid, copied on a hit. Everybody may hit them, and a
-weight commit drops them all, so a stale hit cannot happen. *Chains* belong to one lineage (an episode): the pages of its
+weight commit drops them all, so a stale hit cannot happen. *Open tails* hold nothing: they name the page that a running row writes on, of
+which the prompt's last ids are copied likewise, until the row gives it back. *Chains* belong to one lineage (an episode): the pages of its
 newest finished request, reusable by that lineage alone across epochs, at most `max_kv_lag` versions old. Eviction takes
 the least recently used entry that no row uses and no hint holds; when these are gone, hints end one by one, the latest expected
 return first, and what they held goes. Host only, no torch.
@@ -54,8 +55,23 @@ class Node:
     tick: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
     tails: dict[bytes, Node] = field(default_factory=dict)
+    open_tails: dict[bytes, int] = field(default_factory=dict)
     hints: int = 0
     ends_at: set[Waiter] = field(default_factory=set)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing stands below it."""
+        return not (self.children or self.tails or self.open_tails)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTail:
+    """Where the open tail of a row stands: below which node, under which ids."""
+
+    salt: str | None
+    parent: Node
+    text: bytes
 
 
 @dataclass(slots=True)
@@ -197,9 +213,8 @@ class PrefixIndex:
         """
         limit = min(ids.size - 1, at_most) if self._enabled else 0
         ids = ids.astype(np.int32)
-        path, tail, tail_tokens = self._walk(ids, salt, limit)
+        path, tail, copy_from, tail_tokens = self._walk(ids, salt, limit)
         pages = [node.page for node in path]
-        copy_from = tail.page if tail is not None else None
         copied = tail_tokens
         spans: Spans = ((0, self._epoch),) if pages or tail_tokens else ()
         key = (salt, lineage or "")
@@ -256,6 +271,31 @@ class PrefixIndex:
             self._leave((salt, lineage))
             path[-1].ends_at.add((salt, lineage))
             self._leaves[salt, lineage] = path[-1]
+
+    def open_tail(self, ids: np.ndarray, page: int, *, salt: str | None) -> OpenTail | None:
+        """Name the page with a prompt's last ids, on which its row goes on writing behind them; None where another row's has the same.
+
+        The prompt's whole pages have been published before. Whoever hits it copies it before anything that comes later in the log.
+        """
+        if not self._enabled:
+            return None
+        full = ids.size // self._page_size
+        parent = self._roots.get(salt) if full else self._roots.setdefault(salt, Node(_NO_PAGE, b"", None))
+        for index in range(full):
+            parent = parent.children.get(self._text(ids, index)) if parent is not None else None
+        if parent is None:
+            return None
+        text = ids[full * self._page_size :].tobytes()
+        if text in parent.open_tails:
+            return None
+        parent.open_tails[text] = page
+        return OpenTail(salt, parent, text)
+
+    def close_tail(self, tail: OpenTail) -> None:
+        """Forget an open tail; its row gives the page back, or may hold what is no number."""
+        del tail.parent.open_tails[tail.text]
+        if self._roots.get(tail.salt) is tail.parent and tail.parent.is_bare:
+            del self._roots[tail.salt]
 
     def _leave(self, waiter: Waiter) -> None:
         leaf = self._leaves.pop(waiter, None)
@@ -336,6 +376,7 @@ class PrefixIndex:
         while stack:
             node = stack.pop()
             below = [*node.children.values(), *node.tails.values()]
+            assert all(self._pool.in_use(page) for page in node.open_tails.values()), "an open tail outlived its row"
             assert all(child.parent is node for child in below), "a node has another parent than the one that lists it"
             reached.update(id(child) for child in below)
             stack.extend(below)
@@ -344,11 +385,12 @@ class PrefixIndex:
     def _text(self, ids: np.ndarray, index: int) -> bytes:
         return ids[index * self._page_size : (index + 1) * self._page_size].tobytes()
 
-    def _walk(self, ids: np.ndarray, salt: str | None, limit: int) -> tuple[list[Node], Node | None, int]:
+    def _walk(self, ids: np.ndarray, salt: str | None, limit: int) -> tuple[list[Node], Node | None, int | None, int]:
+        """Return the nodes of whole pages, the tail behind them, the page of that or of an open one, and how many of its ids match."""
         path: list[Node] = []
         node = self._roots.get(salt)
         if node is None:
-            return path, None, 0
+            return path, None, None, 0
         for index in range(limit // self._page_size):
             child = node.children.get(self._text(ids, index))
             if child is None:
@@ -357,12 +399,16 @@ class PrefixIndex:
             node = child
         start = len(path) * self._page_size
         rest = ids[start : min(limit, start + self._page_size - 1)]
-        best, best_tokens = None, 0
-        for tail in node.tails.values():
-            shared = _common_prefix(np.frombuffer(tail.ids, dtype=np.int32), rest)
+        best, page, best_tokens = None, None, 0
+        for text, tail in node.tails.items():
+            shared = _common_prefix(np.frombuffer(text, dtype=np.int32), rest)
             if shared > best_tokens:
-                best, best_tokens = tail, shared
-        return path, best, best_tokens
+                best, page, best_tokens = tail, tail.page, shared
+        for text, open_page in node.open_tails.items():
+            shared = _common_prefix(np.frombuffer(text, dtype=np.int32), rest)
+            if shared > best_tokens:
+                best, page, best_tokens = None, open_page, shared
+        return path, best, page, best_tokens
 
     def _common(self, chain: _Chain, ids: np.ndarray, limit: int) -> int:
         return _common_prefix(chain.ids, ids[:limit])
@@ -414,7 +460,7 @@ class PrefixIndex:
         parent = node.parent
         assert parent is not None
         del (parent.tails if node.is_tail else parent.children)[node.ids]
-        if parent.page == _NO_PAGE and not (parent.children or parent.tails):
+        if parent.page == _NO_PAGE and parent.is_bare:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
         return int(self._pool.release_from_index(node.page))
 

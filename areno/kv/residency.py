@@ -25,10 +25,11 @@ from areno.seats import NO_SEAT, Seats
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy a whole page; the head of it is what counts."""
+    """Copy a page, of which the first `tokens` count."""
 
     source: int
     target: int
+    tokens: int
 
 
 class Residency:
@@ -80,7 +81,7 @@ class Residency:
         copies = []
         if match.copy_from is not None:
             # The copy is in the log before anything that could write the page again.
-            copies.append(PageCopy(match.copy_from, fresh[0]))
+            copies.append(PageCopy(match.copy_from, fresh[0], match.copied))
             self.pool.release(match.copy_from)
         self._seat(live)
         return copies
@@ -126,7 +127,9 @@ class Residency:
         live.computed = live.ids.size
         live.base_spans = parent.base_spans
         self._seat(live)
-        return [PageCopy(parent.pages[shared], live.pages[shared])] if partial else []
+        if live.request.lineage is not None:
+            self.prefix.arrived(live.request.lineage, salt=live.request.cache_salt)
+        return [PageCopy(parent.pages[shared], live.pages[shared], partial)] if partial else []
 
     def grow(self, live: LiveRequest, tokens: int) -> np.ndarray:
         """Add pages until `tokens` positions are covered, as far as the pool allows; return the new ones."""
@@ -165,9 +168,21 @@ class Residency:
 
     def publish_prompt(self, live: LiveRequest) -> None:
         """Enter the full pages that a prefill command in the log fills, if one version computed all of them."""
-        if live.base_spans in ((), ((0, self._version),)):
+        if live.is_built_by(self._version):
             full = live.computed // self._page_size
             self.prefix.publish(self.seats.ids[live.seat], live.pages[:full], salt=live.request.cache_salt)
+
+    def open_tail(self, live: LiveRequest) -> None:
+        """Let prompts planned from now on copy the partial last page of a prompt that is in the log as a whole, while its row runs."""
+        full, partial = divmod(live.ids.size, self._page_size)
+        if partial and live.is_built_by(self._version):
+            live.open_tail = self.prefix.open_tail(live.ids, live.pages[full], salt=live.request.cache_salt)
+
+    def close_tail(self, live: LiveRequest) -> None:
+        """Let nobody copy a row's last page any more."""
+        if live.open_tail is not None:
+            self.prefix.close_tail(live.open_tail)
+            live.open_tail = None
 
     def leave_row(self, live: LiveRequest) -> None:
         """Give the row and its sampling slot back; commands that reuse them come later in the log."""
@@ -179,6 +194,7 @@ class Residency:
 
     def release(self, live: LiveRequest) -> None:
         """Take back pages, slot and seat, and the row if it still has one."""
+        self.close_tail(live)
         for page in live.pages:
             self.pool.release(page)
         live.pages = []

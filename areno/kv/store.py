@@ -89,12 +89,19 @@ class KVStore:
         self.keys.index_fill_(1, places, 0.0)
         self.values.index_fill_(1, places, 0.0)
 
-    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy whole pages in every layer, as if all sources were read first. Shapes: [n] each. Mutates: the target pages."""
+    def copy(self, sources: np.ndarray, targets: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Copy pages in every layer, as if all sources were read first. Shapes: [n] each. Mutates: the target pages.
+
+        `tokens` says how many tokens of each page count. On a CPU, where attention reads whole pages, the others become zero: what their
+        owner computes meanwhile may be no number, and would reach whoever multiplies it by a weight of zero.
+        """
         if self.keys.device.type == "cpu":
             given, taken = upload(self.keys.device, sources, targets)
             self.keys[:, taken] = self.keys[:, given]
             self.values[:, taken] = self.values[:, given]
+            for target, count in zip(targets.tolist(), () if tokens is None else tokens.tolist()):
+                self.keys[:, target, count:] = 0.0
+                self.values[:, target, count:] = 0.0
             return
         from areno.kernels.pages import copy_pages
 

@@ -162,7 +162,7 @@ _LANES: dict[str, _Field[Any]] = {"seats": _Array, "generations": _Array, "varia
 _ENTRIES: dict[type, _Field[Any]] = {
     commands.ApplyDelta: _record(commands.ApplyDelta, slot=_SLOT),
     commands.ClearPages: _record(commands.ClearPages, pages=_Array),
-    commands.CopyPages: _record(commands.CopyPages, sources=_Array, targets=_Array),
+    commands.CopyPages: _record(commands.CopyPages, sources=_Array, targets=_Array, tokens=_Array),
     commands.PrefillLaunch: _record(commands.PrefillLaunch, chunks=_many(_CHUNK), fork_sources=_Array, fork_targets=_Array, **_LANES),
     commands.DecodeLaunch: _record(commands.DecodeLaunch, bucket=_Integer, longest=_Integer, **_LANES),
     ops.Build: _record(ops.Build, config=_Text, resolved=_Text),

@@ -4,7 +4,7 @@
                                                '-> `cancel_when(finished)` or enough members: the others are released
 
 `run_groups` plays many groups over a fixed number of episodes at once, in the order in which they come. Members start together and
-their prompts are equal, so the engine computes the prompt's full pages once. Invariant: each member has exactly one result, and a
+their prompts are equal, so the engine computes the prompt once. Invariant: each member has exactly one result, and a
 member without a reward is in no mean.
 """
 

@@ -57,7 +57,7 @@ class Cache:
         """Return those lineages whose pages are all here; looking changes nothing."""
         here = ""
         for name in names:
-            path, _, _ = self.index._walk(self.ids(name).astype(np.int32), None, 99)
+            path, _, _, _ = self.index._walk(self.ids(name).astype(np.int32), None, 99)
             here += name if len(path) == self.ids(name).size // G else ""
         return here
 

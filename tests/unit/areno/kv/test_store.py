@@ -64,3 +64,14 @@ def test_the_store_copies_keys_and_values_of_every_layer_and_touches_no_other_pa
     for tensor, old in zip((store.keys, store.values), before):
         assert torch.equal(tensor[:, [6, 2, 8]], old[:, [2, 3, 2]])
         assert torch.equal(tensor[:, [0, 1, 3, 4, 5, 7]], old[:, [0, 1, 3, 4, 5, 7]])
+
+
+def test_a_copy_of_a_pages_head_leaves_zero_behind_it() -> None:
+    store = KVStore(num_layers=2, num_pages=6, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
+    for tensor in (store.keys, store.values):
+        tensor.normal_()
+        tensor[:, 3, 1:] = float("nan")
+    store.copy(np.array([3, 2]), np.array([4, 5]), np.array([1, 4]))
+    for tensor in (store.keys, store.values):
+        assert torch.equal(tensor[:, 4, :1], tensor[:, 3, :1]) and not tensor[:, 4, 1:].any()
+        assert torch.equal(tensor[:, 5], tensor[:, 2])

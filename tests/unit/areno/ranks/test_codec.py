@@ -66,7 +66,7 @@ TEXT = st.text(max_size=30)
 STRATEGIES: dict[type, st.SearchStrategy[Any]] = {
     commands.ApplyDelta: st.builds(commands.ApplyDelta, slot=SLOT),
     commands.ClearPages: st.builds(commands.ClearPages, pages=IDS),
-    commands.CopyPages: st.builds(commands.CopyPages, sources=IDS, targets=IDS),
+    commands.CopyPages: st.builds(commands.CopyPages, sources=IDS, targets=IDS, tokens=IDS),
     commands.PrefillLaunch: st.builds(
         commands.PrefillLaunch, chunks=st.lists(CHUNK, max_size=3).map(tuple), fork_sources=IDS, fork_targets=IDS, **LANES
     ),
