@@ -344,6 +344,14 @@ class Engine:
         self._updates.settle_slices()
 
     @on_device
+    def inspect_update(self) -> bool:
+        """Begin to find out about everything that is staged, beside decode; return whether that has ended.
+
+        A commit does the rest and waits for it, so ask first where others should go on meanwhile. Raises: NoUpdate.
+        """
+        return self._updates.inspect()
+
+    @on_device
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Canary] = ()) -> UpdateReport:
         """Verify, swap, prove and publish the open update; nothing decodes meanwhile.
 

@@ -104,6 +104,14 @@ class Updates:
             self._open_update().settle_slices()
             self._ranks.tell(ops.SettleSlices())
 
+    def inspect(self) -> bool:
+        """As `Engine.inspect_update`."""
+        update = self._open_update()
+        with device_errors("while staged weights were inspected", out_of_memory=_no_room("inspect", "weights")):
+            if not update.inspecting:
+                self._ranks.tell(ops.InspectUpdate())
+            return update.inspect()
+
     def commit(self, *, digests: Mapping[str, int] | None, canaries: Sequence[Canary]) -> UpdateReport:
         """As `Engine.commit_update`."""
         update = self._open_update()

@@ -331,6 +331,10 @@ class FakeEngine:
     def settle_slices(self) -> None:
         """Nothing is late here."""
 
+    def inspect_update(self) -> bool:
+        """Nothing is late here."""
+        return True
+
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> FakeReport:
         """Publish the update."""
         staged, self._staged = self._staged, None

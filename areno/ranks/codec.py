@@ -172,6 +172,7 @@ _ENTRIES: dict[type, _Field[Any]] = {
         ops.StagePiece, name=_Text, dtype=_Text, shape=_Array, start=_Integer, count=_Integer, slot=_Integer, whole=_Bool
     ),
     ops.SettleSlices: _record(ops.SettleSlices),
+    ops.InspectUpdate: _record(ops.InspectUpdate),
     ops.VerifyUpdate: _record(ops.VerifyUpdate, digests=_Text),
     ops.SwapUpdate: _record(ops.SwapUpdate),
     ops.MeasureCanaries: _record(ops.MeasureCanaries, counts=_Array, ids=_Array, logprobs=_Array, temperatures=_Array),

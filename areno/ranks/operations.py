@@ -61,6 +61,11 @@ class SettleSlices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InspectUpdate:
+    """Begin to find out about everything that is staged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyUpdate:
     """Prove that everything is staged. `digests` are a JSON object of name to number, empty where none were given."""
 
@@ -144,6 +149,7 @@ Operation = (
     | OpenUpdate
     | StagePiece
     | SettleSlices
+    | InspectUpdate
     | VerifyUpdate
     | SwapUpdate
     | MeasureCanaries

@@ -68,6 +68,7 @@ class Share:
             ops.OpenUpdate: self._open_update,
             ops.StagePiece: self._stage_piece,
             ops.SettleSlices: lambda _: self._open.settle_slices(),
+            ops.InspectUpdate: self._inspect,
             ops.VerifyUpdate: self._verify,
             ops.SwapUpdate: self._swap,
             ops.MeasureCanaries: self._measure,
@@ -157,6 +158,9 @@ class Share:
         if not entry.count:
             return target
         return target.copy_(torch.frombuffer(self._segment.bulk(entry.slot), dtype=target.dtype, count=entry.count))
+
+    def _inspect(self, entry: ops.InspectUpdate) -> None:
+        self._open.inspect()
 
     def _verify(self, entry: ops.VerifyUpdate) -> None:
         with torch.inference_mode():

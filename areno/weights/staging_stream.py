@@ -2,7 +2,9 @@
 
     values --stream--> staged storage --looker--> facts, read at the commit
 
-An update on a device owns one. Invariant: a look comes after the copies that it looks at; the host waits only in `settle` and `finish`.
+An update on a device owns one. Everything is looked at once all of it is there: a look reads as much memory as the copies move, and
+beside them would hold up the trainer. Invariant: a look comes after the copies that it looks at; the host waits only in `settle` and
+`finish`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,6 @@ import torch
 from areno.weights.names import ParameterTable
 from areno.weights.shards import TensorShard
 from areno.weights.staged import Layout, PendingFacts, inspect_on_device
-
-LOOK_BYTES = 1 << 30
-"""Staged bytes that one look waits for, so that its launches are few and a commit finds little left to do."""
 
 
 def layout_of(shard: TensorShard | None) -> Layout | None:
@@ -36,7 +35,7 @@ class StagingStream:
         self._stream, self._looker = torch.cuda.Stream(table.device), torch.cuda.Stream(table.device)
         self._stream.wait_stream(torch.cuda.current_stream(table.device))
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._unknown: dict[str, int] = {}
+        self._unknown: dict[str, None] = {}
         # When looks began and ended.
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -57,15 +56,16 @@ class StagingStream:
 
     def look_later(self, name: str) -> None:
         """Take note of a tensor that is staged and has to be looked at."""
-        self._unknown[name] = self._staged.views[name].nbytes
+        self._unknown[name] = None
 
     def forget(self, name: str) -> None:
         """Look no more at a tensor whose slices come again."""
         self._unknown.pop(name, None)
 
-    def look(self, *, at_least: int = LOOK_BYTES) -> dict[str, PendingFacts]:
-        """Begin to find out about what was staged, if that has so many bytes; return the facts to come. Nothing is waited for."""
-        if not self._unknown or sum(self._unknown.values()) < at_least:
+    def look(self) -> dict[str, PendingFacts]:
+        """Begin to find out about what was staged and is not known of; return the facts to come. Nothing is waited for."""
+        self._launch_copies()
+        if not self._unknown:
             return {}
         names, self._unknown = list(self._unknown), {}
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,16 +78,19 @@ class StagingStream:
         self._looks.append(events)
         return dict(zip(names, facts))
 
-    def settle(self) -> dict[str, PendingFacts]:
-        """Launch every copy and wait for it; then begin to look. Blocks: for the copies."""
+    @property
+    def looks_over(self) -> bool:
+        """Whether every look that was begun has ended."""
+        return self._looker.query()
+
+    def settle(self) -> None:
+        """Launch every copy and wait for it. Blocks: for the copies."""
         self._launch_copies()
         self._stream.synchronize()
-        return self.look()
 
     def finish(self) -> tuple[dict[str, PendingFacts], float]:
         """Copy and look at everything; return the facts that were still to come, now there, and the seconds that all looks took."""
-        self._launch_copies()
-        facts = self.look(at_least=0)
+        facts = self.look()
         self._stream.synchronize()
         self._looker.synchronize()
         seconds = sum(begun.elapsed_time(ended) for begun, ended in self._looks) / 1e3

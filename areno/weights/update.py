@@ -41,6 +41,7 @@ class UpdateState(enum.Enum):
     """Where an update stands; the engine closes it by dropping it."""
 
     OPEN = "open"
+    INSPECTED = "inspected"
     VERIFIED = "verified"
     SWAPPED = "swapped"
 
@@ -137,8 +138,6 @@ class WeightUpdate:
             self._stream.look_later(canonical)
         self._received.sources[canonical] = name
         self._prepared.add(canonical, self._received.sources.keys())
-        if self._stream is not None:
-            self._received.facts.update(self._stream.look())
 
     def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
         """Return where elements `start` to `start` + `count` of a tensor are staged, to be filled, looked at and given to `close_slice`.
@@ -245,9 +244,24 @@ class WeightUpdate:
         return join_facts(parts)
 
     def settle_slices(self) -> None:
-        """Copy every slice and wait for it; what it was copied from may be written then. Begins, on a device, to look at the tensors."""
+        """Copy every slice and wait for it; what it was copied from may be written then."""
         if self._stream is not None:
-            self._received.facts.update(self._stream.settle())
+            self._stream.settle()
+
+    @property
+    def inspecting(self) -> bool:
+        """Whether `inspect` was asked for since something was staged."""
+        return self.state is UpdateState.INSPECTED
+
+    def inspect(self) -> bool:
+        """Begin, on a device, to find out about everything that is staged; return whether all is known. The rest is left to `verify`."""
+        assert self.state is not UpdateState.SWAPPED, "an update is inspected before its swap"
+        if self.state is UpdateState.OPEN:
+            self.state = UpdateState.INSPECTED
+        if self._stream is None:
+            return True
+        self._received.facts.update(self._stream.look())
+        return self._stream.looks_over
 
     def verify(self, digests: Mapping[str, int] | None) -> None:
         """Prove that everything is staged, and equal to the trainer's tensors after the cast if `digests` are given.
@@ -278,7 +292,7 @@ class WeightUpdate:
 
         Tensors that a partial update did not bring keep their values. Mutates: live, staged and derived tensors.
         """
-        assert self.state is not UpdateState.OPEN, "an update is verified before its swap"
+        assert self.state in (UpdateState.VERIFIED, UpdateState.SWAPPED), "an update is verified before its swap"
         assert self._swap is not None, "verification makes room for the swap"
         self._swap.run()
         self._prepared.exchange()

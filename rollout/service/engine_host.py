@@ -160,6 +160,7 @@ class EngineHost:
         self._intake = WeightIntake(engine, weights_dir)
         # Scores that came while the front had too much to take; what one session may have open bounds them.
         self._late_scores: deque[Packet] = deque()
+        self._late_commits: deque[Packet] = deque()
         self._paused = False
         self._asleep = self._keep_again = False
         self._wake_at: float | None = None
@@ -200,6 +201,8 @@ class EngineHost:
             self._drain()
             while self._late_scores and not self._outbox.full:
                 self._handle(self._late_scores.popleft())
+            for _ in range(len(self._late_commits)):
+                self._handle(self._late_commits.popleft())
             self._wake_when_due()
             self._tidy_when_due()
             if self._can_step():
@@ -217,7 +220,7 @@ class EngineHost:
         """Return how long to wait for messages: not while there is work, a moment while weights are on their way, else until a wake."""
         if self._can_step() or self._last.busy or (self._intake.busy and not self._intake.waits):
             return 0.0
-        waits = [AWAITED_WEIGHTS_S] if self._intake.busy else []
+        waits = [AWAITED_WEIGHTS_S] if self._intake.busy or self._late_commits else []
         if self._wake_at is not None:
             waits.append(max(0.0, self._wake_at - time.monotonic()))
         if self._holds_segments:
@@ -391,6 +394,10 @@ class EngineHost:
     def _commit(self, packet: Packet) -> None:
         body, arrays = packet.body, packet.arrays
         assert isinstance(body, WeightsCommit)
+        if not self._intake.inspected(body.update_id):
+            # The device reads all weights once for that; rows decode meanwhile.
+            self._late_commits.append(packet)
+            return
         report = self._intake.commit(
             body.update_id,
             body.digests,

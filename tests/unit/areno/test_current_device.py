@@ -62,6 +62,7 @@ def test_every_method_of_the_engine_that_reaches_the_device_is_guarded() -> None
         "collect",
         "commit_update",
         "digests",
+        "inspect_update",
         "open_slice",
         "score",
         "settle_slices",

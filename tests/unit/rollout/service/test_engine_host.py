@@ -26,11 +26,23 @@ ANSWER_BYTES = 8 * (IDS.size - 1)
 SCORES = 30
 
 
+class LookingEngine(FakeEngine):
+    """An engine whose device looks at staged weights until it is told that it has seen them."""
+
+    def __init__(self) -> None:
+        super().__init__(model="")
+        self.seen = threading.Event()
+
+    def inspect_update(self) -> bool:
+        """Return whether the device is done."""
+        return self.seen.is_set()
+
+
 class HandFront:
     """The front's end of a host's link."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer, self._poller = peer, Poller([peer])
+    def __init__(self, peer: Peer, engine: LookingEngine) -> None:
+        self._peer, self._poller, self.engine = peer, Poller([peer]), engine
 
     def send(self, op: Op, number: int = 0, fields: dict[str, object] | None = None, arrays: dict[str, np.ndarray] | None = None) -> None:
         """Send under a call id that is a number."""
@@ -55,16 +67,16 @@ class HandFront:
 def front(tmp_path: Path) -> Iterator[HandFront]:
     context = Context()
     bound = context.pair_bound(f"ipc://{tmp_path}/link", 2**26)
+    engine = LookingEngine()
 
     def serve() -> None:
         own = Context()
-        engine = FakeEngine(model="")
         EngineHost(engine, own.pair_connected(bound.address, 2**26), tmp_path, LastWeights(engine, None), CREDIT).run()
         own.close()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    front = HandFront(bound)
+    front = HandFront(bound, engine)
     ready = front.receive(10.0)
     assert ready is not None and ready.op is Op.HOST_READY
     yield front
@@ -106,3 +118,34 @@ def test_a_score_that_waits_is_refused_by_name_if_the_engine_refuses_it_then(fro
     rest = [packet for packet in front.all() if packet.request_id != NO_REQUEST]
     assert [packet.op for packet in rest] == [Op.ERROR] * len(rest) and rest
     assert {packet.body.code for packet in rest} == {"asleep"}  # type: ignore[attr-defined]
+
+
+OPENED = {"update_id": "u", "version": 5, "manifest": None, "partial": False}
+COMMITTED = {"update_id": "u", "digests": None, "canary_temperatures": []}
+
+
+def test_a_commit_waits_for_the_look_at_what_is_staged_and_nothing_else_does(front: HandFront) -> None:
+    front.send(Op.UPDATE_OPEN, 1, OPENED)
+    assert [packet.op for packet in front.all()] == [Op.DONE]
+    front.send(Op.WEIGHTS_COMMIT, 2, COMMITTED)
+    front.send(Op.WEIGHTS_COMMIT, 3, COMMITTED | {"update_id": "another"})
+    front.send(Op.STATS, 4)
+    answers = front.all()
+    assert [int.from_bytes(packet.request_id) for packet in answers] == [3, 4]
+    assert answers[0].op is Op.ERROR and answers[0].body.code == "no_update"  # type: ignore[attr-defined]
+    front.engine.seen.set()
+    committed = front.receive(5.0)
+    assert committed is not None and int.from_bytes(committed.request_id) == 2
+    assert committed.op is Op.ERROR and committed.body.code == "manifest_mismatch", "nothing was staged"  # type: ignore[attr-defined]
+
+
+def test_a_commit_that_waits_ends_with_its_update(front: HandFront) -> None:
+    front.send(Op.UPDATE_OPEN, 1, OPENED)
+    front.send(Op.WEIGHTS_COMMIT, 2, COMMITTED)
+    front.send(Op.WEIGHTS_ABORT, 3, {"update_id": "u"})
+    answers = {int.from_bytes(packet.request_id): packet for packet in front.all()}
+    assert answers.keys() == {1, 2, 3}
+    assert answers[2].op is Op.ERROR and answers[2].body.code == "no_update"  # type: ignore[attr-defined]
+    assert answers[3].op is Op.DONE
+    front.send(Op.UPDATE_OPEN, 4, OPENED | {"update_id": "next", "version": 6})
+    assert [packet.op for packet in front.all()] == [Op.DONE]
