@@ -10,6 +10,7 @@ import math
 import os
 import re
 import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -30,19 +31,43 @@ RESERVED_PAGES = 2
 CANARY_TOKENS = 64
 GROW_TOKENS = 64
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,4})?")
+_WHOLE = {
+    "max_rows": (1, 4096),
+    "page_size": (1, 1024),
+    "num_pages": (1, 2**31 - 1),
+    "max_model_len": (2, 2**31 - 1),
+    "max_prefill_tokens": (1, 2**20),
+    "run_ahead": (0, MAX_RUN_AHEAD),
+    "ring_slots": (2, 64),
+    "sampling_slots": (0, 4096),
+    "compaction_steps": (1, 2**20),
+    "seed": (0, 2**64 - 1),
+    "initial_version": (0, 2**62),
+    "tp": (1, MAX_TP),
+}
+_CHOICES = {
+    "dtype": (DTYPES, "leave dtype out for the device's default"),
+    "decode_tables": (DECODE_PATHS, "use decode_tables='resident'"),
+    "result_transport": (RESULT_TRANSPORTS, "use result_transport='auto'"),
+    "weight_staging": (STAGING_PLACES, "use weight_staging='auto'"),
+    "load_format": (LOAD_FORMATS, "use load_format='auto' to load the folder's checkpoint"),
+}
+_FLAGS = ("kept_ids", "prefix_cache", "graphs")
+_NATS = "a positive number of nats"
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str, str]] = {
+    "gpu_memory_fraction": (lambda share: 0.0 < share <= 1.0, "a number above 0, at most 1", "leave gpu_memory_fraction at 0.9"),
+    "rank_timeout_s": (lambda seconds: 1.0 <= seconds <= 3600.0, "seconds from 1 to 3600", "leave rank_timeout_s at 30"),
+    "hint_share": (lambda share: 0.0 <= share <= 1.0, "a number from 0 to 1", "leave hint_share at 0.5; 0 ignores hints"),
+    **{
+        name: (lambda nats: 0 < nats < math.inf, _NATS, f"leave {name} out for the dtype's default")
+        for name in ("canary_tolerance", "canary_mean_tolerance")
+    },
+}
 
 
 def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> None:
     if not ok:
         raise InvalidConfig(f"{name}={shown(value)} is not allowed", field=name, value=value, limit=limit, remedy=remedy)
-
-
-def _known(value: object, names: tuple[str, ...]) -> bool:
-    return isinstance(value, str) and value in names
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @checks_names(InvalidConfig, OTHER_OPTIONS)
@@ -94,120 +119,31 @@ class EngineConfig:
     rank_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _require(
-            isinstance(self.model, str | os.PathLike) and bool(os.fspath(self.model)),
-            "model",
-            self.model,
-            "a path of a model folder",
-            "pass the folder that holds config.json and the weights",
-        )
-        integers = {
-            "max_rows": (1, 4096),
-            "page_size": (1, 1024),
-            "num_pages": (1, 2**31 - 1),
-            "max_model_len": (2, 2**31 - 1),
-            "max_prefill_tokens": (1, 2**20),
-            "run_ahead": (0, MAX_RUN_AHEAD),
-            "ring_slots": (2, 64),
-            "sampling_slots": (0, 4096),
-            "compaction_steps": (1, 2**20),
-            "seed": (0, 2**64 - 1),
-            "initial_version": (0, 2**62),
-            "tp": (1, MAX_TP),
-        }
+        model = self.model
+        named = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
+        _require(named, "model", model, "a path of a model folder", "pass the folder that holds config.json and the weights")
         optional = {field.name for field in fields(self) if field.default is None}
-        for name, (low, high) in integers.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole and low <= value <= high, name, value, f"an integer from {low} to {high}", f"set {name} within it")
-        _require(
-            self.dtype is None or _known(self.dtype, DTYPES),
-            "dtype",
-            self.dtype,
-            f"known: {', '.join(DTYPES)}",
-            "leave dtype out for the device's default",
-        )
-        _require(
-            _known(self.decode_tables, DECODE_PATHS),
-            "decode_tables",
-            self.decode_tables,
-            f"known: {', '.join(DECODE_PATHS)}",
-            "use decode_tables='resident'",
-        )
-        _require(
-            _known(self.result_transport, RESULT_TRANSPORTS),
-            "result_transport",
-            self.result_transport,
-            f"known: {', '.join(RESULT_TRANSPORTS)}",
-            "use result_transport='auto'",
-        )
-        _require(
-            _known(self.weight_staging, STAGING_PLACES),
-            "weight_staging",
-            self.weight_staging,
-            f"known: {', '.join(STAGING_PLACES)}",
-            "use weight_staging='auto'",
-        )
-        _require(
-            _known(self.load_format, LOAD_FORMATS),
-            "load_format",
-            self.load_format,
-            f"known: {', '.join(LOAD_FORMATS)}",
-            "use load_format='auto' to load the folder's checkpoint",
-        )
-        _require(
-            isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None,
-            "device",
-            self.device,
-            "known: auto, cpu, cuda, cuda:N",
-            "use device='auto'",
-        )
-        slots_needed = 2 * ((self.run_ahead or 0) + 1)
-        _require(
-            self.ring_slots >= slots_needed,
-            "ring_slots",
-            self.ring_slots,
-            f"run_ahead={self.run_ahead or 0} needs at least {slots_needed}",
-            "raise ring_slots",
-        )
-        for name in ("kept_ids", "prefix_cache", "graphs"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), name, value, "True or False", f"set {name} to one of them")
-        share = self.gpu_memory_fraction
-        _require(
-            _is_number(share) and 0.0 < share <= 1.0,
-            "gpu_memory_fraction",
-            share,
-            "a number above 0, at most 1",
-            "leave gpu_memory_fraction at 0.9",
-        )
-        patience = self.rank_timeout_s
-        _require(
-            _is_number(patience) and 1.0 <= patience <= 3600.0,
-            "rank_timeout_s",
-            patience,
-            "seconds from 1 to 3600",
-            "leave rank_timeout_s at 30",
-        )
-        share = self.hint_share
-        _require(
-            _is_number(share) and 0.0 <= share <= 1.0,
-            "hint_share",
-            share,
-            "a number from 0 to 1",
-            "leave hint_share at 0.5; 0 ignores hints",
-        )
-        for name in ("canary_tolerance", "canary_mean_tolerance"):
-            value = getattr(self, name)
-            _require(
-                value is None or (_is_number(value) and 0 < value < math.inf),
-                name,
-                value,
-                "a positive number of nats",
-                f"leave {name} out for the dtype's default",
-            )
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        present = {name: value for name, value in given.items() if value is not None or name not in optional}
+        for name in filter(present.__contains__, _WHOLE):
+            low, high = _WHOLE[name]
+            whole = isinstance(present[name], int) and not isinstance(present[name], bool) and low <= present[name] <= high
+            _require(whole, name, present[name], f"an integer from {low} to {high}", f"set {name} within it")
+        for name in filter(present.__contains__, _CHOICES):
+            names, remedy = _CHOICES[name]
+            known = isinstance(present[name], str) and present[name] in names
+            _require(known, name, present[name], f"known: {', '.join(names)}", remedy)
+        for name in _FLAGS:
+            _require(isinstance(given[name], bool), name, given[name], "True or False", f"set {name} to one of them")
+        for name in filter(present.__contains__, _NUMBERS):
+            is_in, limit, remedy = _NUMBERS[name]
+            number = isinstance(present[name], int | float) and not isinstance(present[name], bool)
+            _require(number and is_in(present[name]), name, present[name], limit, remedy)
+        device = isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None
+        _require(device, "device", self.device, "known: auto, cpu, cuda, cuda:N", "use device='auto'")
+        ahead = self.run_ahead or 0
+        slots = 2 * (ahead + 1)
+        _require(self.ring_slots >= slots, "ring_slots", self.ring_slots, f"run_ahead={ahead} needs at least {slots}", "raise ring_slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
