@@ -24,13 +24,13 @@ _HOME = {
     "Canary": "areno.weights.canary",
     "TensorSpec": "areno.weights.names",
     "UpdateReport": "areno.weights.report",
-    "FinishKind": "areno.request",
-    "FinishReason": "areno.request",
-    "Finished": "areno.request",
-    "PromptScore": "areno.request",
+    "FinishKind": "areno.step_output",
+    "FinishReason": "areno.step_output",
+    "Finished": "areno.step_output",
+    "PromptScore": "areno.step_output",
     "Request": "areno.request",
     "SamplingParams": "areno.request",
-    "StepOutput": "areno.request",
+    "StepOutput": "areno.step_output",
 }
 
 __all__ = sorted(_HOME)

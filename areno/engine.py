@@ -39,12 +39,12 @@ from areno.rank import Rank, build_rank, check_host_memory, check_kernels, fill_
 from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks, build_entry, start_ranks
 from areno.ranks.state_check import CHECK_LAUNCHES, state_of
-from areno.request import FinishKind, Request, RequestLimits, SamplingParams, StepOutput
+from areno.request import Request, RequestLimits, SamplingParams
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.score import Score, scorable_ids
 from areno.sleeper import Sleeper
-from areno.step_output import join_outputs
+from areno.step_output import FinishKind, StepOutput, join_outputs
 from areno.twin import twin_config
 from areno.updates import Updates
 from areno.weights.canary import Canary

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.kv.prefix import OpenTail, Spans
-from areno.request import FinishReason, Request
+from areno.request import Request
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
+from areno.step_output import FinishReason
 
 NO_SLOT = -1
 NO_ROW = -1

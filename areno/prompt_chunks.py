@@ -12,7 +12,7 @@ from areno.commands import PrefillChunk
 from areno.decode.launch import ChunkScores
 from areno.kv.residency import Residency
 from areno.live import LiveRequest
-from areno.request import PromptScore
+from areno.step_output import PromptScore
 
 
 def cut_chunk(live: LiveRequest, take: int, *, version: int, residency: Residency) -> PrefillChunk:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.decode.launch import LaneStatus, LaunchResult
-from areno.request import StepOutput
 from areno.sampling.kept import MAX_KEPT
 from areno.seats import Seats
+from areno.step_output import StepOutput
 
 NOT_FINITE = "the model's logits are not finite; check the last pushed weights for NaN or overflow"
 KEPT_OVERFLOW = f"more than {MAX_KEPT} ids tie at the filter's threshold, so the kept set cannot be returned whole"

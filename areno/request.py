@@ -1,15 +1,11 @@
-"""What a caller hands to the engine and what it gets back: requests, sampling parameters, step outputs.
+"""What a caller hands to the engine: requests and sampling parameters. What it gets back is in `step_output.py`.
 
 No torch here: the scheduler and the service's bookkeeping read these types. Everything is validated when it is
-made, except what needs a model's limits; `check_request` does that part at the engine's door. Results travel as
-packed arrays, one entry per sampled token, never as one object per token.
+made, except what needs a model's limits; `check_request` does that part at the engine's door.
 """
 
 from __future__ import annotations
 
-import enum
-import math
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +14,12 @@ import numpy as np
 
 from areno.errors import InvalidRequest, RequestTooLong, shown
 from areno.option_names import OTHER_PARAMETERS, checks_names
+from areno.request_values import as_biases, as_ids, as_integer, as_number, check_range
 from areno.sampling.kept import MAX_KEPT
 
 MAX_STOP_IDS = 16
-MAX_BIASES = 256
 MIN_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 1e4
-MAX_BIAS = 1e4
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 100.0
 _TEMPERATURES = f"0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
@@ -34,142 +29,6 @@ _NOT_OF_SAMPLING = {
     "stop": "stop strings are matched by the service; pass stop_ids here",
     "n": "pass one Request for each continuation, all with one group",
 }
-
-
-class FinishKind(enum.StrEnum):
-    """How a request ended; all five are terminal."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishReason:
-    """The one terminal reason of a request; `stop_id` is the sampled id that stopped it."""
-
-    kind: FinishKind
-    stop_id: int | None = None
-    detail: str | None = None
-
-
-def _integer(name: str, value: object, low: int, high: int, remedy: str | None = None) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise InvalidRequest(
-            f"{name}={shown(value)} is a bool", field=name, value=value, limit="an integer is needed", remedy=f"pass {name} as an int"
-        )
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidRequest(
-            f"{name}={shown(value)} is not an integer",
-            field=name,
-            value=value,
-            limit=f"allowed: {low} to {high}",
-            remedy=f"pass {name} as an int",
-        ) from None
-    if not low <= number <= high:
-        raise InvalidRequest(
-            f"{name}={shown(number)} is out of range",
-            field=name,
-            value=number,
-            limit=f"allowed: {low} to {high}",
-            remedy=remedy or f"choose {name} within it",
-        )
-    return number
-
-
-def _ids(name: str, value: object, *, allow_empty: bool) -> np.ndarray:
-    """Return `value` as int64 ids; range against the vocabulary is checked at the engine's door."""
-    if isinstance(value, np.ndarray):
-        if value.ndim != 1 or value.dtype.kind not in "iu":
-            raise InvalidRequest(
-                f"{name} is an array of shape {value.shape} and dtype {value.dtype}",
-                field=name,
-                value=str(value.dtype),
-                limit="one dimension of integers is needed",
-                remedy=f"pass {name} as a 1-d integer array",
-            )
-        ids = value.astype(np.int64) if value.dtype != np.uint64 or not value.size or value.max() < 2**62 else None
-        if ids is None:
-            raise InvalidRequest(
-                f"{name} holds {value.max()}", field=name, value=int(value.max()), limit="ids are below 2**31", remedy="pass token ids"
-            )
-    else:
-        if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
-            raise InvalidRequest(
-                f"{name} is a {type(value).__name__}",
-                field=name,
-                value=type(value).__name__,
-                limit="a sequence of token ids is needed",
-                remedy="tokenize first",
-            )
-        for position, item in enumerate(value):
-            if type(item) is not int and (isinstance(item, (bool, np.bool_)) or not isinstance(item, np.integer)):
-                raise InvalidRequest(
-                    f"{name}[{position}]={shown(item)} is a {type(item).__name__}",
-                    field=name,
-                    value=item,
-                    limit="token ids are integers",
-                    remedy=f"pass {name} as ints",
-                )
-            if not -(2**62) < int(item) < 2**62:
-                raise InvalidRequest(
-                    f"{name}[{position}]={shown(item)}", field=name, value=int(item), limit="ids are below 2**31", remedy="pass token ids"
-                )
-        ids = np.array(value, dtype=np.int64)
-    if not ids.size and not allow_empty:
-        raise InvalidRequest(
-            f"{name} is empty",
-            field=name,
-            value=[],
-            limit="at least one token id is needed",
-            remedy="start the prompt with a BOS or role token",
-        )
-    return ids
-
-
-def _number(name: str, value: object, low: float, high: float, allowed: str, remedy: str) -> float:
-    """Return `value` as a finite float within [low, high]."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidRequest(
-            f"{name}={shown(value)} is not a number", field=name, value=value, limit=f"allowed: {allowed}", remedy="pass a float"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf if value > 0 else -math.inf
-    if not math.isfinite(number) or not low <= number <= high:
-        raise InvalidRequest(f"{name}={shown(value)} is out of range", field=name, value=number, limit=f"allowed: {allowed}", remedy=remedy)
-    return number
-
-
-def _biases(value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(
-            f"logit_bias is a {type(value).__name__}",
-            field="logit_bias",
-            value=type(value).__name__,
-            limit="a mapping of token ids to numbers is needed",
-            remedy="pass {id: bias}",
-        )
-    if len(value) > MAX_BIASES:
-        raise InvalidRequest(
-            f"logit_bias has {len(value)} entries",
-            field="logit_bias",
-            value=len(value),
-            limit=f"at most {MAX_BIASES}",
-            remedy="bias fewer ids",
-        )
-    ids = _ids("logit_bias", list(value), allow_empty=True)
-    remedy = f"stay within {MAX_BIAS:g}; use a large negative bias to forbid an id"
-    numbers = [
-        _number(f"logit_bias[{int(one)}]", bias, -MAX_BIAS, MAX_BIAS, f"-{MAX_BIAS:g} to {MAX_BIAS:g}", remedy)
-        for one, bias in zip(ids, value.values())
-    ]
-    return dict(zip(ids.tolist(), numbers))
 
 
 @checks_names(InvalidRequest, {**OTHER_PARAMETERS, **_NOT_OF_SAMPLING})
@@ -219,8 +78,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
-        put("min_new_tokens", _integer("min_new_tokens", self.min_new_tokens, 0, 2**31 - 1))
+        put("max_new_tokens", as_integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
+        put("min_new_tokens", as_integer("min_new_tokens", self.min_new_tokens, 0, 2**31 - 1))
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}",
@@ -229,7 +88,7 @@ class SamplingParams:
                 limit=f"at most max_new_tokens ({self.max_new_tokens})",
                 remedy="lower min_new_tokens or raise max_new_tokens",
             )
-        put("temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, _TEMPERATURES, _GREEDY))
+        put("temperature", as_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, _TEMPERATURES, _GREEDY))
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(
                 f"temperature={shown(self.temperature)} is too small",
@@ -240,7 +99,7 @@ class SamplingParams:
             )
         self._check_shaping(put)
         if self.seed is not None:
-            put("seed", _integer("seed", self.seed, 0, 2**64 - 1))
+            put("seed", as_integer("seed", self.seed, 0, 2**64 - 1))
         for name in ("ignore_eos", "logprobs", "return_kept_ids"):
             value = getattr(self, name)
             if not isinstance(value, (bool, np.bool_)):
@@ -256,8 +115,8 @@ class SamplingParams:
                 remedy=f"set top_k to 1..{MAX_KEPT}; top_p and min_p may be added",
             )
         if self.prompt_logprobs_from is not None:
-            put("prompt_logprobs_from", _integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1))
-        stop_ids = np.unique(_ids("stop_ids", self.stop_ids, allow_empty=True))
+            put("prompt_logprobs_from", as_integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1))
+        stop_ids = np.unique(as_ids("stop_ids", self.stop_ids, allow_empty=True))
         if stop_ids.size > MAX_STOP_IDS:
             raise InvalidRequest(
                 f"stop_ids has {stop_ids.size} ids",
@@ -268,7 +127,7 @@ class SamplingParams:
             )
         put("stop_ids", stop_ids)
         if self.forced_ids is not None:
-            forced = _ids("forced_ids", self.forced_ids, allow_empty=True)
+            forced = as_ids("forced_ids", self.forced_ids, allow_empty=True)
             if forced.size > self.max_new_tokens:
                 raise InvalidRequest(
                     f"forced_ids has {forced.size} ids",
@@ -281,18 +140,18 @@ class SamplingParams:
 
     def _check_shaping(self, put: Callable[[str, object], None]) -> None:
         """Check filters, penalties and biases."""
-        put("top_k", max(_integer("top_k", self.top_k, -1, 2**31 - 1, "use 0 to keep all ids"), 0))
-        put("min_p", _number("min_p", self.min_p, 0.0, 1.0, "0 to 1", "use min_p=0 to turn it off"))
-        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "above 0, up to 1", "use top_p=1 to turn it off"))
+        put("top_k", max(as_integer("top_k", self.top_k, -1, 2**31 - 1, "use 0 to keep all ids"), 0))
+        put("min_p", as_number("min_p", self.min_p, 0.0, 1.0, "0 to 1", "use min_p=0 to turn it off"))
+        put("top_p", as_number("top_p", self.top_p, 0.0, 1.0, "above 0, up to 1", "use top_p=1 to turn it off"))
         if self.top_p == 0.0:
             raise InvalidRequest("top_p=0 keeps nothing", field="top_p", value=0.0, limit="allowed: above 0, up to 1", remedy=_GREEDY)
         low, high = MIN_REPETITION, MAX_REPETITION
         remedy = "use repetition_penalty=1 to turn it off"
-        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, low, high, f"{low:g} to {high:g}", remedy))
+        put("repetition_penalty", as_number("repetition_penalty", self.repetition_penalty, low, high, f"{low:g} to {high:g}", remedy))
         for name in ("presence_penalty", "frequency_penalty"):
             limit = MAX_PENALTY
-            put(name, _number(name, getattr(self, name), -limit, limit, f"-{limit:g} to {limit:g}", f"use {name}=0 to turn it off"))
-        put("logit_bias", _biases(self.logit_bias))
+            put(name, as_number(name, getattr(self, name), -limit, limit, f"-{limit:g} to {limit:g}", f"use {name}=0 to turn it off"))
+        put("logit_bias", as_biases(self.logit_bias))
 
 
 KV_POLICIES = ("keep", "recompute")
@@ -327,9 +186,9 @@ class Request:
     prior_output_tokens: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "request_id", _integer("request_id", self.request_id, 0, 2**63 - 1))
-        object.__setattr__(self, "prompt_ids", _ids("prompt_ids", self.prompt_ids, allow_empty=False))
-        object.__setattr__(self, "max_kv_lag", _integer("max_kv_lag", self.max_kv_lag, 0, 2**31 - 1))
+        object.__setattr__(self, "request_id", as_integer("request_id", self.request_id, 0, 2**63 - 1))
+        object.__setattr__(self, "prompt_ids", as_ids("prompt_ids", self.prompt_ids, allow_empty=False))
+        object.__setattr__(self, "max_kv_lag", as_integer("max_kv_lag", self.max_kv_lag, 0, 2**31 - 1))
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidRequest(
                 "sampling is not a SamplingParams",
@@ -347,7 +206,7 @@ class Request:
                 remedy="use kv_policy='keep' (running requests go on with their pages) or 'recompute' (they rebuild them after a commit)",
             )
         if self.group is not None:
-            object.__setattr__(self, "group", _integer("group", self.group, 0, 2**63 - 1))
+            object.__setattr__(self, "group", as_integer("group", self.group, 0, 2**63 - 1))
         self._check_prior()
         for name in ("lineage", "cache_salt"):
             text = getattr(self, name)
@@ -363,7 +222,7 @@ class Request:
     def _check_prior(self) -> None:
         """Check how much of the prompt is the request's own earlier output."""
         size, budget = len(self.prompt_ids), self.sampling.max_new_tokens
-        prior = _integer(
+        prior = as_integer(
             "prior_output_tokens", self.prior_output_tokens, 0, size - 1, "leave at least one prompt id before the earlier output"
         )
         if prior >= budget:
@@ -388,26 +247,6 @@ class RequestLimits:
     eos_ids: tuple[int, ...]
     sampling_slots: int
     kept_ids: bool = False
-
-
-def _check_range(name: str, ids: np.ndarray, high: int) -> None:
-    bad = np.flatnonzero((ids < 0) | (ids >= high))
-    if bad.size:
-        where = int(bad[0])
-        raise InvalidRequest(
-            f"{name}[{where}]={int(ids[where])} is outside the vocabulary",
-            field=name,
-            value=int(ids[where]),
-            limit=f"allowed: 0 to {high - 1}",
-            remedy="encode with this model's tokenizer",
-        )
-
-
-def check_ids(name: str, value: object, vocab_size: int) -> np.ndarray:
-    """Return `value` as int64 ids within the vocabulary. Raises: InvalidRequest."""
-    ids = _ids(name, value, allow_empty=False)
-    _check_range(name, ids, vocab_size)
-    return ids
 
 
 def resolve_stop_ids(sampling: SamplingParams, limits: RequestLimits) -> np.ndarray:
@@ -440,12 +279,12 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     """Refuse what this model can never run. Raises: InvalidRequest, RequestTooLong."""
     sampling = request.sampling
     prompt = np.asarray(request.prompt_ids)
-    _check_range("prompt_ids", prompt, limits.vocab_size)
-    _check_range("stop_ids", np.asarray(sampling.stop_ids), limits.vocab_size)
+    check_range("prompt_ids", prompt, limits.vocab_size)
+    check_range("stop_ids", np.asarray(sampling.stop_ids), limits.vocab_size)
     if sampling.forced_ids is not None:
-        _check_range("forced_ids", np.asarray(sampling.forced_ids), limits.vocab_size)
+        check_range("forced_ids", np.asarray(sampling.forced_ids), limits.vocab_size)
     if sampling.logit_bias:
-        _check_range("logit_bias", np.array(list(sampling.logit_bias), dtype=np.int64), limits.vocab_size)
+        check_range("logit_bias", np.array(list(sampling.logit_bias), dtype=np.int64), limits.vocab_size)
     _check_engine_options(sampling, limits)
     stops = resolve_stop_ids(sampling, limits)
     if stops.size > MAX_STOP_IDS:
@@ -481,69 +320,4 @@ def check_request(request: Request, limits: RequestLimits) -> None:
             value=total,
             limit=f"the KV pool holds {limits.pool_tokens}",
             remedy="lower max_new_tokens or start the engine with more num_pages",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The terminal record of one request; counts in tokens.
-
-    `kv_spans` says which weights built the KV: (first position, version) runs over prompt and output. `kv_rebuilt_at` lists
-    the numbers of ids at which a preempted request had its KV rebuilt.
-    """
-
-    request_id: int
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    seed: int
-    kv_spans: tuple[tuple[int, int], ...] = ()
-    kv_rebuilt_at: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScore:
-    """Log-probabilities of a prompt's ids from position `start` on. Shapes: float32 [prompt - start], tempered and raw."""
-
-    request_id: int
-    start: int
-    logprobs: np.ndarray
-    raw_logprobs: np.ndarray
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """What one `Engine.step` learned: packed arrays, one entry per sampled token in the order sampled, then endings.
-
-    Shapes: all arrays [n]. `logprobs` (of logits / temperature) and `raw_logprobs` (of the logits) are NaN where the
-    request asked for none; `behaviour_logprobs` is NaN where it equals `logprobs`. `versions` is the version of
-    the forward that produced the token. `kept_counts` [n] cut `kept_ids`, the ids that the filters kept, into tokens; both
-    are None where no token returns any.
-    """
-
-    request_ids: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    raw_logprobs: np.ndarray
-    behaviour_logprobs: np.ndarray
-    versions: np.ndarray
-    kept_counts: np.ndarray | None = None
-    kept_ids: np.ndarray | None = None
-    finished: tuple[Finished, ...] = ()
-    prompt_scores: tuple[PromptScore, ...] = ()
-
-    @staticmethod
-    def empty(finished: tuple[Finished, ...] = ()) -> StepOutput:
-        """Return an output without tokens."""
-        f32 = np.empty(0, np.float32)
-        return StepOutput(
-            request_ids=np.empty(0, np.int64),
-            token_ids=np.empty(0, np.int32),
-            logprobs=f32,
-            raw_logprobs=f32,
-            behaviour_logprobs=f32,
-            versions=np.empty(0, np.int64),
-            finished=finished,
         )

@@ -28,18 +28,9 @@ from areno.live import NO_ROW, LiveRequest, Phase
 from areno.prefill_batch import PrefillBatch
 from areno.prompt_chunks import add_score, cut_chunk
 from areno.readback import NOT_FINITE, LaunchNews, read_launch
-from areno.request import (
-    Finished,
-    FinishKind,
-    FinishReason,
-    PromptScore,
-    Request,
-    RequestLimits,
-    StepOutput,
-    check_request,
-    resolve_stop_ids,
-)
+from areno.request import Request, RequestLimits, check_request, resolve_stop_ids
 from areno.seats import NO_SEAT
+from areno.step_output import Finished, FinishKind, FinishReason, PromptScore, StepOutput
 
 REFILL_STEPS = 16
 """Steps after which waiting requests are admitted however few they are."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.errors import RequestTooLong
-from areno.request import check_ids
+from areno.request_values import check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

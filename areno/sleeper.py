@@ -15,10 +15,9 @@ from areno.errors import Asleep, InvalidRequest
 from areno.rank import Rank
 from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks
-from areno.request import StepOutput
 from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
-from areno.step_output import join_outputs
+from areno.step_output import StepOutput, join_outputs
 from areno.updates import Updates
 from areno.weights.names import HostCopy
 

@@ -17,17 +17,8 @@ from typing import Any
 import numpy as np
 
 from areno.errors import Asleep, DigestMismatch, ManifestMismatch, NoUpdate, UpdateBusy
-from areno.request import (
-    Finished,
-    FinishKind,
-    FinishReason,
-    PromptScore,
-    Request,
-    RequestLimits,
-    StepOutput,
-    check_request,
-    resolve_stop_ids,
-)
+from areno.request import Request, RequestLimits, check_request, resolve_stop_ids
+from areno.step_output import Finished, FinishKind, FinishReason, PromptScore, StepOutput
 from rollout.client.local import LocalService
 from rollout.wire.codec import Packet, decode, encode
 from rollout.wire.curve import ClientKey

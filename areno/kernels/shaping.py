@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from areno.kernels.rows import MIN_P, SAMPLING_SLOT, STOP_WAIT, TEMPERATURE, TOP_K, TOP_P
-from areno.request import MAX_BIASES, MAX_STOP_IDS
+from areno.request import MAX_STOP_IDS
+from areno.request_values import MAX_BIASES
 from areno.sampling.penalties import SlotTables
 
 LOG2E = tl.constexpr(1.4426950408889634)

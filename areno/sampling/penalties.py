@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from areno.request import MAX_BIASES
+from areno.request_values import MAX_BIASES
 from areno.sampling.slot_content import SlotContent
 from areno.uploads import upload
 

@@ -288,7 +288,7 @@ class EngineHost:
         self._outbox.acknowledge(packet.body.seq)
 
     def _kill(self, packet: Packet) -> None:
-        from areno.request import FinishKind
+        from areno.step_output import FinishKind
 
         body = packet.body
         assert isinstance(body, Kill)
@@ -423,7 +423,7 @@ class EngineHost:
 
 
 # What handlers use; the second part with an engine that has loaded torch.
-_USED = ("numpy.ma", "uuid", "areno.errors", "areno.request")
+_USED = ("numpy.ma", "uuid", "areno.errors", "areno.request", "areno.step_output")
 _USED_WITH_TORCH = ("areno.weights.update", "safetensors.torch", "torch.distributed")
 
 

@@ -24,8 +24,9 @@ from areno.commands import ApplyDelta, Command, DecodeLaunch, PrefillLaunch
 from areno.config import DeviceLimits, EngineConfig, resolve
 from areno.decode.deltas import DeltaKind, DeltaSlot
 from areno.decode.launch import ChunkScores, LaneStatus, LaunchRecord, LaunchResult
-from areno.request import MAX_STOP_IDS, FinishKind, Request, RequestLimits, StepOutput
+from areno.request import MAX_STOP_IDS, Request, RequestLimits
 from areno.scheduler import Scheduler
+from areno.step_output import FinishKind, StepOutput
 from rollout.client.local import LocalService
 from tests.fakes import EOS_ID, VOCABULARY, FakeEngine, FakeInfo, FakeReport, FakeScore, fake_ids, fake_logprobs
 

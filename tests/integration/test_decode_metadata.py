@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areno import Engine, InvalidConfig
-from areno.request import Finished, FinishKind, FinishReason, StepOutput
+from areno.step_output import Finished, FinishKind, FinishReason, StepOutput
 from tests.bench import decode_metadata, paired
 from tests.bench.decode_report import problems
 from tests.bench.decode_runs import CONTRACT, Journal, Run, compare, lock_step, run_plan

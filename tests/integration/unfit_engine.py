@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.request import StepOutput
+from areno.step_output import StepOutput
 from tests.fakes import FakeEngine
 
 UNFIT = 99

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from areno.request import Finished, FinishKind, FinishReason, PromptScore, StepOutput
+from areno.step_output import Finished, FinishKind, FinishReason, PromptScore, StepOutput
 from rollout.errors import InternalError
 from rollout.service.step_outbox import MAX_UNDER_WAY, TOKEN_BYTES, StepOutbox
 from rollout.wire.codec import decode
