@@ -5,8 +5,9 @@ Read by the codec, which checks them before anything looks at the bytes. Invaria
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout.wire.generation_messages import MAX_MEMBERS
 from rollout.wire.operations import Op
@@ -24,6 +25,10 @@ class ArraySpec:
     row: tuple[int, ...] = ()
     required: bool = True
     most: int = 2**40
+    row_entries: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_entries", math.prod(self.row))
 
 
 _IDS = ArraySpec(("<i4", "<i8"))

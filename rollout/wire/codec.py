@@ -11,11 +11,10 @@ the fields. Nothing is allocated from a number that a peer wrote: arrays are vie
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -36,13 +35,18 @@ MAX_DEPTH = 8
 MAX_CONTAINERS = 400_000
 MAX_FRAMES = 18
 _OPS = {op.value: op for op in Op}
+_ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for specs in ARRAYS.values() for spec in specs.values() for dtype in spec.dtypes}
+_REQUIRED = {op: frozenset(name for name, spec in specs.items() if spec.required) for op, specs in ARRAYS.items()}
+_NOTHING: frozenset[str] = frozenset()
+# Byte orders of a dtype that are little-endian on this machine.
+_LITTLE = ("<", "|", "=") if sys.byteorder == "little" else ("<", "|")
 
 Frame = bytes | memoryview
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+# Named tuples, the cheapest of frozen values: some are made for every message.
+class Header(NamedTuple):
     """The first frame, read."""
 
     version: int
@@ -50,8 +54,7 @@ class Header:
     request_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """A message that passed every check; arrays are read-only views of the received frames."""
 
     op: Op
@@ -92,7 +95,10 @@ def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arra
     descriptors: list[list[object]] = []
     frames: list[Frame] = [HEADER.pack(PROTOCOL_VERSION, op, request_id), b""]
     for name, array in (arrays or {}).items():
-        packed = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        dtype = array.dtype
+        # Most are in their form already, which is found sooner than made.
+        as_is = array.flags.c_contiguous and dtype.byteorder in _LITTLE and array.ndim
+        packed = array if as_is else np.ascontiguousarray(array, dtype=dtype.newbyteorder("<"))
         descriptors.append([name, packed.dtype.str, list(packed.shape)])
         frames.append(_bytes_of(array, packed) if packed.size else b"")
     for name, value in fields.items():
@@ -122,12 +128,14 @@ def read_header(frame: bytes) -> Header:
     return Header(*HEADER.unpack(frame))
 
 
-def _depth_over(value: object, limit: int) -> bool:
-    if not isinstance(value, (list, dict)):
-        return False
+def _depth_over(value: list[object] | dict[str, object], limit: int) -> bool:
+    """Return whether more than `limit` levels of lists and maps are nested in this one, itself included."""
     if limit == 0:
         return True
-    return any(_depth_over(item, limit - 1) for item in (value.values() if isinstance(value, dict) else value))
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (list, dict)) and _depth_over(item, limit - 1):
+            return True
+    return False
 
 
 class _ContainerCount:
@@ -174,7 +182,8 @@ def _unpack(frame: bytes, op: Op) -> tuple[dict[str, object], list[object]]:
         ) from None
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], dict) and isinstance(value[1], list)):
         raise WireError("the body is not [fields, array descriptors]", remedy="see the protocol in rollout/README.md")
-    if _depth_over(value, MAX_DEPTH):
+    # Descriptors are looked at one by one: what is nested in them is none.
+    if _depth_over(value[0], MAX_DEPTH - 1):
         raise WireError("the body is nested too deeply", limit=f"at most {MAX_DEPTH} levels")
     if not all(isinstance(key, str) for key in value[0]):
         raise WireError("a field name is not a string", remedy="see the protocol in rollout/README.md")
@@ -197,7 +206,7 @@ def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op:
         raise WireError(
             f"array {name} has dtype {str(dtype)[:16]!r}", field=name, limit=f"allowed: {', '.join(spec.dtypes)}", remedy="convert it first"
         )
-    if len(shape) != 1 + len(spec.row) or not all(type(dim) is int and 0 <= dim < 2**40 for dim in shape) or tuple(shape[1:]) != spec.row:
+    if len(shape) != 1 + len(spec.row) or tuple(shape[1:]) != spec.row or not all(type(dim) is int and 0 <= dim < 2**40 for dim in shape):
         raise WireError(
             f"array {name} has shape {str(shape)[:80]}", field=name, limit=f"it is [n{''.join(f', {dim}' for dim in spec.row)}]"
         )
@@ -205,12 +214,13 @@ def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op:
         raise WireError(
             f"array {name} has {shape[0]} entries", field=name, value=shape[0], limit=f"at most {spec.most}", remedy=f"shorten {name}"
         )
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    expected = shape[0] * spec.row_entries * _ITEM_BYTES[dtype]
     if len(frame) != expected:
         raise WireError(
             f"array {name} has {len(frame)} bytes", field=name, limit=f"its dtype and shape make {expected}", remedy="send whole arrays"
         )
-    return name, np.frombuffer(frame, dtype=dtype).reshape(shape)
+    array = np.frombuffer(frame, dtype=dtype)
+    return name, array.reshape(shape) if spec.row else array
 
 
 def _arrays(descriptors: Sequence[object], frames: Sequence[bytes], op: Op) -> dict[str, np.ndarray]:
@@ -223,8 +233,8 @@ def _arrays(descriptors: Sequence[object], frames: Sequence[bytes], op: Op) -> d
         if name in arrays:
             raise WireError(f"array {name} comes twice", field=name, remedy="send each array once")
         arrays[name] = array
-    missing = [name for name, spec in specs.items() if spec.required and name not in arrays]
-    if missing:
+    if not arrays.keys() >= _REQUIRED.get(op, _NOTHING):
+        missing = [name for name, spec in specs.items() if spec.required and name not in arrays]
         raise WireError(f"{op.name} lacks array {missing[0]}", field=missing[0], limit=f"needed: {', '.join(missing)}")
     return arrays
 

@@ -13,7 +13,7 @@ import enum
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -52,8 +52,7 @@ class Sent(enum.Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """A received message; `route` is the peer's routing id on a router, else empty. `whole` is False when it
     had too many frames or bytes.
 
