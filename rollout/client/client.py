@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rollout.client import operations
 from rollout.client.connection import Connection, answer, wait_async
 from rollout.client.endpoint import KeySource
+from rollout.client.news import News
 from rollout.client.operations import Operation
 from rollout.client.parameters import (
     EVALUATION_DEADLINE_S,
@@ -36,7 +37,7 @@ from rollout.client.parameters import (
     shows_options,
     tool_wait_fields,
 )
-from rollout.client.pending import DeltaCursor, Listener, StreamRecord
+from rollout.client.pending import DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, InvalidConfig, InvalidRequest, RolloutError, Unavailable
 from rollout.option_names import OTHER_OPTIONS, checks_names
@@ -58,58 +59,13 @@ def load_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     return importlib.import_module("tokenizers").Tokenizer.from_buffer(content)
 
 
-class _News:
-    """Wakes who waits for a stream in one event loop; listens for as long as the stream lives.
-
-    Apart from `AsyncStream`, which the stream's record must not keep alive: a stream that nobody holds is abandoned.
-    """
-
-    __slots__ = ("_future", "_listener", "_thread", "loop")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.loop, self._thread = loop, threading.get_ident()
-        self._future: asyncio.Future[None] | None = None
-        self._listener: Listener | None = None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether these news come to the running event loop; a thread runs one at a time."""
-        # Cheaper than to ask for the running loop, which asks the system for this process's number.
-        return self.loop is not None and self._thread == threading.get_ident() and not self.loop.is_closed()
-
-    def join(self, record: StreamRecord) -> None:
-        """Begin to listen."""
-        self._listener = record.listen(self._wake, self.loop, each=True)
-
-    def leave(self, record: StreamRecord) -> None:
-        """Listen no more; idempotent."""
-        if self._listener is not None:
-            record.unlisten(self._listener)
-            self._listener = None
-
-    def future(self) -> asyncio.Future[None]:
-        """Return what the next news complete; to be awaited at once. Raises: RuntimeError for a second reader."""
-        assert self.loop is not None, "news come to an event loop"
-        if self._future is not None and not self._future.done():
-            raise RuntimeError("a stream has one reader at a time; open a stream for each")
-        future = self._future = self.loop.create_future()
-        return future
-
-    def _wake(self) -> None:
-        future = self._future
-        if future is not None:
-            self._future = None
-            if not future.done():
-                future.set_result(None)
-
-
 class AsyncStream:
     """The deltas of one generation; iterate it. `request_id` names the request; `aclose` cancels it if it is not over."""
 
     def __init__(self, connection: Connection, record: StreamRecord) -> None:
         self._connection, self._record = connection, record
         self._cursor = DeltaCursor(record)
-        self._news = _News(None)
+        self._news: News | None = None
         self._finalizer = weakref.finalize(self, connection.abandon, record)
 
     @property
@@ -121,29 +77,35 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        cursor = self._cursor
+        cursor, news = self._cursor, self._news
         if cursor.over:
             raise StopAsyncIteration
-        delta = cursor.read()
-        if delta is not None:
-            return delta
-        news = self._listen()
-        try:
+        # Cheaper than to ask for the running loop, which asks the system for this process's number.
+        if news is None or news.thread != get_ident() or news.is_over:
+            if (delta := cursor.read()) is not None:
+                return delta
+            news = self._listen()
             # News that came before the listener are seen by the second look.
-            while (delta := cursor.read()) is None:
-                await news.future()
+            if (delta := cursor.read()) is not None:
+                return delta
+        elif news.missed:
+            news.missed = False
+            if (delta := cursor.read()) is not None:
+                return delta
+        try:
+            while (delta := await news) is None and (delta := cursor.read()) is None:
+                pass
         except asyncio.CancelledError:
             self._connection.abandon(self._record)
             raise
         return delta
 
-    def _listen(self) -> _News:
-        """Return what wakes this event loop."""
-        news = self._news
-        if not news.is_here:
-            news.leave(self._record)
-            news = self._news = _News(asyncio.get_running_loop())
-            news.join(self._record)
+    def _listen(self) -> News:
+        """Return what wakes this event loop from now on."""
+        if self._news is not None:
+            self._news.leave(self._record)
+        news = self._news = News(asyncio.get_running_loop(), self._cursor)
+        news.join(self._record)
         return news
 
     async def aclose(self) -> None:

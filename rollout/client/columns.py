@@ -34,20 +34,13 @@ class Columns(NamedTuple):
         )
 
     @staticmethod
-    def room_for(count: int) -> Columns:
-        """Return columns of this length."""
-        return Columns(
-            np.empty(count, np.int32),
-            np.empty(count, np.float32),
-            np.empty(count, np.float32),
-            np.empty(count, np.float32),
-            np.empty(count, np.int64),
-        )
+    def of(packed: np.ndarray) -> Columns:
+        """Return the columns of packed tokens, read-only; shares memory."""
+        return Columns(*(packed[name] for name in Columns._fields)).read_only()
 
-    @staticmethod
-    def joined(pieces: list[Columns]) -> Columns:
-        """Return pieces one after the other."""
-        return Columns(*(np.concatenate(column) for column in zip(*pieces)))
+    def contiguous(self) -> Columns:
+        """Return these columns, each in a piece of memory of its own, read-only."""
+        return Columns(*(np.array(column) for column in self)).read_only()
 
     def read_only(self) -> Columns:
         """Return these columns, none of which may be written through them."""
@@ -57,27 +50,36 @@ class Columns(NamedTuple):
 
 
 _PACKED = np.dtype([(name, dtype) for name, dtype in zip(Columns._fields, (np.int32, np.float32, np.float32, np.float32, np.int64))])
+_SIZE = _PACKED.itemsize
 
 
 class FlushColumns:
-    """The columns of a whole flush. `plain`: no log-probability is missing, and those of the behaviour are equal to them."""
+    """The columns of a whole flush. `plain`: no log-probability is missing, and those of the behaviour are equal to them.
 
-    __slots__ = ("columns", "num_tokens", "packed", "plain")
+    `weight` is what a log that keeps the flush counts for it, of `MAX_SHARED_TOKENS`.
+    """
+
+    __slots__ = ("columns", "packed", "plain", "weight")
 
     def __init__(self, columns: Columns) -> None:
-        self.columns, self.num_tokens = columns.read_only(), len(columns.ids)
+        num_tokens = len(columns.ids)
+        self.columns, self.weight = columns.read_only(), max(num_tokens, MAX_SHARED_TOKENS // MAX_PARTS)
         # One sum sees every NaN.
         missing = bool(np.isnan(columns.logprobs.sum() + columns.raw_logprobs.sum()))
         self.plain = not missing and bool(np.isnan(columns.behaviour_logprobs).all())
         # The same once more, token by token: a log that copies many small parts cuts each of them once.
-        packed = np.empty(self.num_tokens, _PACKED)
+        packed = np.empty(num_tokens, _PACKED)
         for name, column in zip(Columns._fields, columns):
             packed[name] = column
-        self.packed = packed.view(np.uint8).reshape(self.num_tokens, _PACKED.itemsize)
+        self.packed = packed.tobytes()
 
 
 # Number of the part's first token in the stream, and its place in a flush.
 _Part = tuple[int, FlushColumns, int, int]
+
+
+def _joined(pieces: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(pieces), _PACKED)
 
 
 class _State(NamedTuple):
@@ -89,50 +91,55 @@ class _State(NamedTuple):
 
 
 class TokenLog:
-    """See the module. `plain` says of all tokens what it says of a flush. One thread appends, any may read."""
+    """See the module. `length` counts its tokens; `plain` says of all of them what it says of a flush. One thread appends, any may read."""
 
-    __slots__ = ("_length", "_looked", "_max_parts", "_own", "_shared", "_state", "plain")
+    __slots__ = ("_columns", "_looked", "_own", "_parts", "_room", "_state", "length", "plain")
 
     def __init__(self, stagger: int) -> None:
         self.plain = True
-        self._own = Columns.room_for(0)
-        self._state = _State(self._own.read_only(), 0, [])
-        self._length = self._shared = self._looked = 0
+        self._own = np.empty(0, _PACKED)
+        self._columns = Columns.of(self._own)
+        self.length = self._looked = 0
+        # The state's, at hand for who appends.
+        self._parts: list[_Part] = []
+        self._state = _State(self._columns, 0, self._parts)
         # Streams that begin together must not all copy in the same turn.
-        self._max_parts = 1 + stagger % MAX_PARTS
+        self._room = (1 + stagger % MAX_PARTS) * (MAX_SHARED_TOKENS // MAX_PARTS)
 
-    def append(self, flush: FlushColumns, start: int, stop: int) -> None:
-        """Take a part of a flush."""
-        parts = self._state.parts
-        parts.append((self._length, flush, start, stop))
-        self._length += stop - start
-        self._shared += flush.num_tokens
+    def append(self, first: int, flush: FlushColumns, start: int, stop: int) -> bool:
+        """Take a part of a flush that begins with the log's token `first`; False, and nothing taken, if that is not the next one."""
+        length = self.length
+        if first != length or start >= stop:
+            return False
+        self._parts.append((first, flush, start, stop))
         if not flush.plain:
             self.plain = False
-        if len(parts) >= self._max_parts or self._shared >= MAX_SHARED_TOKENS:
+        self._room -= flush.weight
+        # After the part, so that a reader that sees the length also sees the tokens.
+        self.length = length + stop - start
+        if self._room <= 0:
             self.settle()
+        return True
 
     def settle(self) -> None:
         """Copy what is shared with flushes, so that they need not be kept for it."""
-        _, settled, parts = self._state
-        self._max_parts, self._shared = MAX_PARTS, 0
+        parts, settled = self._parts, self._state.settled
+        self._room = MAX_SHARED_TOKENS
         if not parts:
             return
-        if self._length > self._own.ids.size:
-            room = Columns.room_for(max(self._length, 2 * self._own.ids.size, FIRST_ROOM))
-            for own, before in zip(room, self._own):
-                own[:settled] = before[:settled]
-            self._own = room
-        packed = np.concatenate([flush.packed[start:stop] for _, flush, start, stop in parts]).view(_PACKED)[:, 0]
-        for name, own in zip(Columns._fields, self._own):
-            own[settled : self._length] = packed[name]
-        self._state = _State(Columns(*(column.view() for column in self._own)).read_only(), self._length, [])
+        if self.length > self._own.size:
+            wider = np.empty(max(self.length, 2 * self._own.size, FIRST_ROOM), _PACKED)
+            wider[:settled] = self._own[:settled]
+            self._own, self._columns = wider, Columns.of(wider)
+        self._own[settled : self.length] = _joined([flush.packed[_SIZE * start : _SIZE * stop] for _, flush, start, stop in parts])
+        self._parts = []
+        self._state = _State(self._columns, self.length, self._parts)
 
     def settle_idle(self) -> None:
         """Settle if nothing came since the last call: a stream that waits must not keep what others have long read."""
-        if self._looked == self._length:
+        if self._looked == self.length:
             self.settle()
-        self._looked = self._length
+        self._looked = self.length
 
     def find(self, start: int, stop: int) -> tuple[Columns, int, int]:
         """Return columns, not to be written, and where in them the tokens are; `stop` must come from a published length."""
@@ -144,22 +151,20 @@ class TokenLog:
                 return flush.columns, begin + start - first, begin + stop - first
         if stop <= settled:
             return columns, start, stop
-        pieces: list[np.ndarray] = []
+        pieces: list[bytes] = []
         # A part that comes meanwhile lies behind `stop`.
         for first, flush, begin, end in reversed(parts):
             low, high = max(start - first, 0), min(stop - first, end - begin)
             if low < high:
-                pieces.append(flush.packed[begin + low : begin + high])
+                pieces.append(flush.packed[_SIZE * (begin + low) : _SIZE * (begin + high)])
             if first <= start:
                 break
         if not pieces:
             return columns, settled, settled
-        pieces.reverse()
-        packed = np.concatenate(pieces).view(_PACKED)[:, 0]
-        behind = Columns(packed["ids"], packed["logprobs"], packed["raw_logprobs"], packed["behaviour_logprobs"], packed["versions"])
         if start < settled:
-            behind = Columns.joined([columns.cut(start, settled), behind])
-        return behind.read_only(), 0, stop - start
+            pieces.append(self._own[start:settled].tobytes())
+        pieces.reverse()
+        return Columns.of(_joined(pieces)), 0, stop - start
 
     def cut(self, start: int, stop: int) -> Columns:
         """Return read-only tokens; `stop` must come from a published length."""

@@ -149,6 +149,7 @@ class Connection:
                     wants=prepared.wants,
                     group_id=group_id,
                     prepared=prepared,
+                    listening=self._io.listening,
                 )
                 for request_id, record in known.items()
                 if record is None

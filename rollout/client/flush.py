@@ -18,10 +18,11 @@ from rollout.wire.generation_messages import Deltas, Ending
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Streams by index: ids, each one's first offset, and the end of its tokens in `columns`; endings by index."""
+    """Streams by index: ids (16 bytes each, joined), each one's first offset, and where its tokens are in `columns`; endings by index."""
 
-    request_ids: list[bytes]
+    ids: bytes
     offsets: list[int]
+    starts: list[int]
     ends: list[int]
     columns: FlushColumns
     extras: FlushExtras
@@ -30,8 +31,8 @@ class Flush:
 
 def read_flush(arrays: Arrays, body: Deltas) -> Flush | None:
     """Return a flush; None where its arrays do not fit together."""
-    raw_ids = arrays["request_ids"].tobytes()
-    ends = np.cumsum(arrays["counts"], dtype=np.int64)
+    raw_ids, counts = arrays["request_ids"].tobytes(), arrays["counts"]
+    ends = np.cumsum(counts, dtype=np.int64)
     total = int(ends[-1]) if ends.size else 0
     fits = len(raw_ids) == 16 * ends.size and arrays["offsets"].size == ends.size and _counts_fit(arrays, total)
     columns = _flush_columns(arrays, total) if fits else None
@@ -39,8 +40,9 @@ def read_flush(arrays: Arrays, body: Deltas) -> Flush | None:
     if columns is None or not extras.fits or any(len(column) != total for column in columns):
         return None
     return Flush(
-        [raw_ids[place : place + 16] for place in range(0, len(raw_ids), 16)],
+        raw_ids,
         arrays["offsets"].tolist(),
+        (ends - counts).tolist(),
         ends.tolist(),
         FlushColumns(columns),
         extras,

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rollout.client.flush import read_flush
+from rollout.client.flush import Flush, read_flush
 from rollout.client.link import Link
 from rollout.client.liveness import Liveness
 from rollout.client.loop_posts import LoopPosts
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.client.resubmission import continued_frames, is_cut, joined_ending
+from rollout.client.roster import Changes, Roster
 from rollout.errors import (
     AccessDenied,
     ClientClosed,
@@ -81,6 +82,9 @@ class IoThread:
         # Messages for the control socket from before its address is known.
         self._waiting_for_control: deque[list[Frame]] = deque()
         self._posts = LoopPosts()
+        # Of who listens to streams, counted by readers, and of the streams themselves.
+        self.listening, self._coming = Changes(), Changes()
+        self._roster = Roster(self._coming, self.listening)
         self._service = Liveness(address, timeout_s)
         self._next_heartbeat = self._service.last_heard
         self._seq = self._unacknowledged = 0
@@ -107,6 +111,7 @@ class IoThread:
         """Send the message of one generation or group; its records are in `streams` already."""
 
         def start() -> None:
+            self._coming.count()
             for record in records:
                 record.since = time.monotonic()
                 if record.group_id is not None and not record.done:
@@ -237,6 +242,7 @@ class IoThread:
                     self._acknowledge([])
             for record in list(self.streams.values()):
                 record.settle_idle()
+            self._roster.let_go()
         self._service.look(now)
         if self._service.in_doubt:
             self._fail(lambda pending: self._service.overdue(now, pending.since))
@@ -276,9 +282,12 @@ class IoThread:
         if isinstance(pending, StreamRecord):
             self._continued.pop(pending.wire_id, None)
             self._leave_group(pending)
+            self._coming.count()
         pending.error = error
         pending.done = True
         self._posts.tell(pending)
+        # Who listens from now on finds the outcome; and a record whose readers refer to it must not wait for the garbage collector.
+        pending.listeners = []
 
     def _leave_group(self, record: StreamRecord) -> None:
         if record.group_id is not None:
@@ -489,40 +498,38 @@ class IoThread:
         if flush is None:
             log.error("a flush whose arrays do not fit together is dropped")
             return
-        extras, endings = flush.extras, flush.endings
-        ended: list[bytes] = []
-        gaps: list[StreamRecord] = []
-        grown: list[StreamRecord] = []
-        start = 0
-        streams = None if self._continued else self.streams
-        for index, (request_id, offset, end) in enumerate(zip(flush.request_ids, flush.offsets, flush.ends)):
-            # Whatever was continued once has another id now; without any, ids are what callers know.
-            record = self._stream(request_id) if streams is None else streams.get(request_id)
-            ending = endings.get(index) if endings else None
-            if record is None:
-                if ending is not None:
-                    ended.append(request_id)
-                start = end
-                continue
-            if extras.scores and record.prompt_score is None:
-                record.prompt_score = extras.scores.get(index)
-            kept = extras.kept(start, end) if extras.has_kept else None
-            if not record.append(record.base + offset, flush.columns, start, end, kept):
-                gaps.append(record)
-            elif ending is None:
-                grown.append(record)
-            elif not record.is_whole(ending):
-                gaps.append(record)
-            else:
-                ended.append(request_id)
-                self._ended(record, ending, extras.texts.get(index))
-            start = end
-        self._posts.tell_growth(grown)
+        roster = self._roster
+        # Whatever was continued once has another id now; without any, ids are what callers know.
+        roster.look_up(flush.ids, self._stream if self._continued else self.streams.get)
+        for index, score in flush.extras.scores.items():
+            record = roster.records[index]
+            if record is not None and record.prompt_score is None:
+                record.prompt_score = score
+        firsts, gaps = roster.take(flush)
+        ended = self._endings(flush, gaps) if flush.endings else []
+        self._posts.tell_flush(roster, flush, firsts)
         self._attach(gaps)
         self._unacknowledged += packet.num_bytes
         since_s = self._service.last_heard - self._acknowledged_at
         if ended or self._unacknowledged >= ACKNOWLEDGE_BYTES or since_s >= ACKNOWLEDGE_S:
             self._acknowledge(ended)
+
+    def _endings(self, flush: Flush, gaps: list[StreamRecord]) -> list[bytes]:
+        """Take a flush's endings; returns the ids of those that are to be acknowledged. Mutates: `gaps`, by what is not whole."""
+        ended: list[bytes] = []
+        missing = set(map(id, gaps))
+        for index, ending in flush.endings.items():
+            if index >= len(flush.ends):
+                continue
+            request_id, record = flush.ids[16 * index : 16 * index + 16], self._roster.records[index]
+            if record is None or id(record) in missing:
+                ended += [request_id] if record is None else []
+            elif record.is_whole(ending):
+                ended.append(request_id)
+                self._ended(record, ending, flush.extras.texts.get(index))
+            else:
+                gaps.append(record)
+        return ended
 
     def _ended(self, record: StreamRecord, ending: Ending, text: str | None) -> None:
         """Publish a stream's end, or let it go on where an update cut it."""
@@ -546,5 +553,6 @@ class IoThread:
         record.go_on(ending, wire_id, frames)
         record.since = time.monotonic()
         self._continued[wire_id] = record
+        self._coming.count()
         self._posts.tell(record)
         self._data.send(frames)

@@ -16,17 +16,22 @@ import numpy as np
 from rollout.client.columns import Columns, FlushColumns, KeptColumns, TokenLog
 from rollout.client.parameters import Prepared, Wants
 from rollout.client.results import Delta, FinishReason, Generation, PromptScore, Shown
+from rollout.client.roster import Changes, Sink
 from rollout.errors import RequestFailed, RolloutError
 from rollout.wire.codec import Frame, Packet
 from rollout.wire.generation_messages import Ending
 
 
 class Listener(NamedTuple):
-    """Someone to tell; `loop` is None for a callback that may run in the I/O thread. `each` asks for every growth, not only the end."""
+    """Someone to tell; `loop` is None for a callback that may run in the I/O thread. `each` asks for every growth, not only the end.
+
+    `sink` is a reader in the loop that takes the tokens of a flush as they come.
+    """
 
     wake: Callable[[], None]
     loop: asyncio.AbstractEventLoop | None
     each: bool
+    sink: Sink | None = None
 
 
 class Pending:
@@ -40,18 +45,26 @@ class Pending:
         self.done = False
         self.listeners: list[Listener] = []
 
-    def listen(self, wake: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None, *, each: bool = False) -> Listener:
+    def listen(
+        self, wake: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None, *, each: bool = False, sink: Sink | None = None
+    ) -> Listener:
         """Add a listener; it is woken at once if the outcome is there. The order (add, then look) loses no wake-up."""
-        listener = Listener(wake, loop, each)
+        listener = Listener(wake, loop, each, sink)
         self.listeners.append(listener)
+        self._changed()
         if self.done:
             wake()
         return listener
 
     def unlisten(self, listener: Listener) -> None:
         """Remove a listener; idempotent."""
-        if listener in self.listeners:
-            self.listeners.remove(listener)
+        listeners = self.listeners
+        if listener in listeners:
+            listeners.remove(listener)
+            self._changed()
+
+    def _changed(self) -> None:
+        """Hear that somebody began or ceased to listen."""
 
 
 class Call(Pending):
@@ -71,12 +84,19 @@ class Call(Pending):
         return self.reply
 
 
+TakeNext = Callable[[int, FlushColumns, int, int], bool]
+
+
+def _take_none(first: int, flush: FlushColumns, start: int, stop: int) -> bool:
+    return False
+
+
 class StreamRecord(Pending):
     """A generation under way; see the module. `group_id` names the message that began it together with others.
 
     An update may cut it and let it go on as another request: `wire_id` is the one that the service knows now, `frames_now` its
     message, `base` the tokens that came before it, `cuts` the numbers of ids at which it was cut. `prepared` is what the caller
-    asked for, None where nothing can go on.
+    asked for, None where nothing can go on. `listening` counts who begins and ceases to listen.
     """
 
     __slots__ = (
@@ -89,7 +109,7 @@ class StreamRecord(Pending):
         "ending",
         "frames_now",
         "group_id",
-        "length",
+        "listening",
         "prepared",
         "prompt_ids",
         "prompt_score",
@@ -108,34 +128,51 @@ class StreamRecord(Pending):
         wants: Wants,
         group_id: bytes | None = None,
         prepared: Prepared | None = None,
+        listening: Changes | None = None,
     ) -> None:
         super().__init__(request_id, frames, since)
+        self.listening = Changes() if listening is None else listening
         self.prepared, self.wire_id, self.frames_now, self.begun = prepared, request_id, frames, since
         self.base = self.cached_tokens = 0
         self.cuts: list[int] = []
         self.prompt_ids, self.wants, self.group_id = prompt_ids, wants, group_id
-        self.length = 0
         self.ending: Ending | None = None
         self.prompt_score: PromptScore | None = None
         self.text: str | None = None
         self._log = TokenLog(stagger=request_id[0])
         self._kept = KeptColumns() if wants.kept_ids else None
 
+    @property
+    def length(self) -> int:
+        """How many tokens came; whoever sees a length also sees the tokens."""
+        return self._log.length
+
+    @property
+    def take_next(self) -> TakeNext:
+        """Takes a part of a flush, from where in the stream on, and from where to where in the flush; False where `append` is to decide."""
+        return self._log.append if self._kept is None else _take_none
+
     def append(self, offset: int, flush: FlushColumns, start: int, stop: int, kept: tuple[np.ndarray, np.ndarray] | None = None) -> bool:
         """Take a part of a flush whose first token is the stream's `offset`: overlap is trimmed; False for a gap, which takes nothing."""
-        skip = self.length - offset
+        length = self.length
+        skip = length - offset
         if skip < 0:
             return False
-        count = stop - start - skip
-        if count <= 0:
+        if start + skip >= stop:
             return True
-        self._log.append(flush, start + skip, stop)
         if self._kept is not None:
             counts, ids = kept if kept is not None else (np.zeros(stop - start, np.int32), np.empty(0, np.int32))
             self._kept.append(counts[skip:], ids[int(counts[:skip].sum()) :])
-        # Last, so that a reader that sees the length also sees the tokens.
-        self.length += count
-        return True
+        return self._log.append(length, flush, start + skip, stop)
+
+    def _changed(self) -> None:
+        self.listening.count()
+
+    @property
+    def takes_flushes(self) -> bool:
+        """Whether the tokens of a plain flush, as they came, are all that a reader is to be given of them."""
+        scored = self.prepared is not None and self.prepared.fields.get("prompt_logprobs_from") is not None
+        return self.wants.logprobs and self._kept is None and not scored
 
     def settle(self) -> None:
         """Let go of the flushes that the tokens came with."""
@@ -207,7 +244,7 @@ class StreamRecord(Pending):
         """Return the whole of an ended request."""
         ending = self.ending
         assert ending is not None, "a generation comes after its ending"
-        part = self.tokens(0, self.length)
+        part = self.tokens(0, self.length).contiguous()
         logprobs, raw, behaviour = self._logprobs(part)
         kept_counts, kept_ids = self._kept_sets(0, self.length)
         return Generation(
@@ -250,25 +287,25 @@ class StreamRecord(Pending):
 
 
 class DeltaCursor:
-    """How far one reader of a stream has come."""
+    """How far one reader of a stream has come: it has everything before token `start`."""
 
-    __slots__ = ("_gave_score", "_record", "_start", "over")
+    __slots__ = ("_gave_score", "_record", "over", "start")
 
     def __init__(self, record: StreamRecord) -> None:
         self._record = record
-        self._start = 0
+        self.start = 0
         self._gave_score = False
         self.over = False
 
     def read(self) -> Delta | None:
         """Return what came since, None if nothing did; the last delta has the generation. Raises: as `StreamRecord.result`."""
-        record, start = self._record, self._start
+        record, start = self._record, self.start
         # The end first: it comes after the last token.
         done = record.done
         stop = record.length
         if stop == start and not done:
             return None
-        self._start = stop
+        self.start = stop
         score = record.prompt_score
         if score is not None:
             score, self._gave_score = (None if self._gave_score else score), True

@@ -38,7 +38,7 @@ def test_every_stretch_is_what_was_appended_and_stays_so(seed: int) -> None:
     log, length, held = TokenLog(stagger=seed * 17), 0, []
     for _ in range(400):
         count = int(draw.choice([1, 1, 1, 2, 7, 90]))
-        log.append(flush_of(length, count), 3, 3 + count)
+        log.append(length, flush_of(length, count), 3, 3 + count)
         length += count
         start = int(draw.integers(max(0, length - 40), length + 1)) if draw.random() < 0.8 else int(draw.integers(0, length + 1))
         stop = int(draw.integers(start, length + 1))
@@ -53,30 +53,30 @@ def test_every_stretch_is_what_was_appended_and_stays_so(seed: int) -> None:
 def test_a_log_lets_flushes_go_after_some_parts_and_sooner_after_large_ones() -> None:
     small, large = TokenLog(stagger=0), TokenLog(stagger=0)
     for number in range(3 * MAX_PARTS):
-        small.append(flush_of(number, 1), 3, 4)
+        small.append(number, flush_of(number, 1), 3, 4)
         assert len(small._state.parts) < MAX_PARTS
     wide = flush_of(0, 1, before=2**15)
-    for _ in range(10):
-        large.append(wide, 0, 1)
+    for number in range(10):
+        large.append(number, wide, 0, 1)
         assert len(large._state.parts) <= 2
 
 
 def test_a_stream_that_waits_lets_the_flushes_go() -> None:
     log = TokenLog(stagger=20)
-    log.append(flush_of(0, 2), 3, 5)
+    log.append(0, flush_of(0, 2), 3, 5)
     log.settle_idle()
     assert log._state.parts, "it has just grown"
     log.settle_idle()
     assert not log._state.parts
-    log.append(flush_of(2, 3), 3, 6)
+    log.append(2, flush_of(2, 3), 3, 6)
     assert_is(log.cut(0, 5), 0, 5)
 
 
 def test_a_log_is_plain_until_something_of_the_behaviour_differs() -> None:
     log = TokenLog(stagger=0)
-    log.append(flush_of(0, 2), 3, 5)
+    log.append(0, flush_of(0, 2), 3, 5)
     assert log.plain
-    log.append(flush_of(2, 2, behaviour=-0.5), 3, 5)
+    log.append(2, flush_of(2, 2, behaviour=-0.5), 3, 5)
     assert not log.plain
 
 
@@ -96,7 +96,7 @@ def test_a_reader_in_another_thread_sees_whole_tokens_only() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(0, total, 3):
-        log.append(flush_of(number, 3), 3, 6)
+        log.append(number, flush_of(number, 3), 3, 6)
         published[0] = number + 3
     reader.join(30)
     assert not reader.is_alive() and not wrong
