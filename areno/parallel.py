@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from areno.errors import EngineFailure, InvalidConfig
+from areno.loopback import close_ports, listen_by, prove_ranks, wait_for_all
 
 BACKENDS = ("gloo", "nccl")
 MAX_CAUSE = 500
@@ -265,6 +266,10 @@ def _backend_group(backend: str, store: Any, rank: int, size: int, timeout: date
         return group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
+    wait_for_all(store, rank, size)
+    opened, ports = listen_by(lambda: gloo.create_device(hostname="127.0.0.1"))
+    options._devices, options._timeout = [opened], timeout
+    group = gloo(store, rank, size, options)
+    prove_ranks(group, store, rank, size, timeout)
+    close_ports(ports)
+    return group

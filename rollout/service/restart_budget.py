@@ -9,7 +9,7 @@ from __future__ import annotations
 
 WINDOW_S = 60.0
 FIRST_WAIT_S = 0.5
-LONGEST_WAIT_S = 30.0
+LONGEST_WAIT_S = 5.0
 
 
 class RestartBudget:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import time
@@ -111,19 +110,25 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return [(one.laddr.ip, one.laddr.port) for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 
 
-def test_whatever_strangers_send_to_the_ports_of_ranks_changes_no_token(service: LocalService, client: Any) -> None:
-    """Collectives need ports: they are on loopback only, and bytes of others disturb nothing."""
+def test_strangers_get_nowhere_at_the_ports_of_ranks_while_they_decode(service: LocalService, client: Any) -> None:
+    """Collectives need ports: they are on loopback only, and take nobody once the ranks have met."""
     expected = client.generate(PROMPT, max_new_tokens=100, ignore_eos=True, seed=3).ids.tolist()
     front, host, rank = processes(service)
     ports = [*listening(host), *listening(rank)]
     assert ports and not listening(front) and all(ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for ip, _ in ports), ports
-    starts, draw = client.stats()["host_starts"], random.Random(0)
+    starts, files = client.stats()["host_starts"], [host.num_fds(), rank.num_fds()]
     stream = client.stream(PROMPT, max_new_tokens=100, ignore_eos=True, seed=3)
     next(stream)
-    for number in range(60):
-        with socket.create_connection(ports[number % len(ports)], 5.0) as raw, contextlib.suppress(OSError):
-            raw.sendall(draw.choice((bytes(8), b"\xff" * 8, draw.randbytes(8), draw.randbytes(300), b"GET / HTTP/1.1\r\n\r\n", b"")))
-    assert list(stream)[-1].finished.ids.tolist() == expected
+    with contextlib.ExitStack() as stack:
+        for number in range(60):
+            raw = stack.enter_context(socket.socket())
+            raw.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                raw.connect(ports[number % len(ports)])
+            with pytest.raises(OSError):
+                raw.send(bytes(8))
+        assert list(stream)[-1].finished.ids.tolist() == expected
+        assert [host.num_fds(), rank.num_fds()] == files, "nobody is kept either"
     assert client.stats()["host_starts"] == starts and client.info().health == "ready"
 
 
