@@ -100,13 +100,15 @@ def _proof(secret: bytes, giver: int, taker: int) -> torch.Tensor:
 
 
 def prove_ranks(backend: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Exchange proofs with every other rank. Blocks: at most half a minute for each of them, less where the time-out is shorter. Raises: EngineFailure naming
-    the rank.
+    """Exchange proofs with every other rank. Blocks: at most the group's time-out for each of them, and half a minute.
+
+    Raises: EngineFailure naming the rank.
     """
     timeout = min(timeout, datetime.timedelta(seconds=_PROOF_S))
     secret = bytes.fromhex(store.get(_SECRET).decode())
     others = [other for other in range(size) if other != rank]
-    sent = [(other, backend.send([_proof(secret, rank, other)], other, _TAG)) for other in others]
+    given = {other: _proof(secret, rank, other) for other in others}
+    sent = [(other, backend.send([given[other]], other, _TAG)) for other in others]
     shown = {other: torch.zeros(_PROOF_BYTES, dtype=torch.uint8) for other in others}
     got = [(other, backend.recv([shown[other]], other, _TAG)) for other in others]
     for other, work in [*got, *sent]:
