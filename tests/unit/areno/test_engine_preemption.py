@@ -146,6 +146,16 @@ def test_group_members_without_a_row_are_ordinary_prefix_hits_later(llama: Path)
     assert engine.stats()["forks"] >= 2 and engine.stats()["prefill_tokens"] < 8 * 40 // 2
 
 
+@PATHS
+def test_a_member_that_computes_the_prompt_itself_in_the_same_launch_starts_nobody_twice(llama: Path, path: str) -> None:
+    prompt = random_prompt(np.random.default_rng(9), 20, 21)
+    engine = make_engine(llama, decode_tables=path)
+    own = [{}, {}, {"prompt_logprobs_from": 1}, {"temperature": 0.0}]
+    outputs = run(engine, [request(n, prompt, max_new_tokens=6, seed=n, ignore_eos=True, group=1, **own[n]) for n in range(4)])
+    assert all(len(output.ids) == 6 for output in outputs.values())
+    assert engine.stats()["forks"] == 2 and outputs[2].prompt_score is not None
+
+
 def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_path: Path) -> None:
     from tests.fixtures_models import checkpoint_tensors
 
