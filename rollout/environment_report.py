@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.child_python import child_command, child_environment
 from rollout.config import default_threads
 from rollout.errors import InvalidConfig
 from rollout.state import STATE_VARIABLE, StateFolder, default_state_dir
@@ -102,8 +103,10 @@ def _mapped_memory() -> Finding:
     if not torch.cuda.is_available():
         return Finding(name="mapped memory", ok=None, value="not tried without a CUDA device; results need none on the CPU")
     # A process of its own: an error of the device would stay with this one.
-    command = [sys.executable, "-m", "areno.decode.mapped"]
-    return _mapped_finding(subprocess.run(command, capture_output=True, text=True, timeout=MAPPED_WAIT_S))
+    run = subprocess.run(
+        child_command("areno.decode.mapped"), env=child_environment(), capture_output=True, text=True, timeout=MAPPED_WAIT_S
+    )
+    return _mapped_finding(run)
 
 
 def _mapped_finding(run: subprocess.CompletedProcess[str]) -> Finding:

@@ -148,10 +148,10 @@ class Peers:
         )
         path = self._folder / f"rank{rank}.json"
         path.write_text(told.to_json())
-        # The same package as here, wherever the caller found it.
+        # The same package as here, wherever the caller found it: not one that happens to lie in the working directory (-P).
         searched = [code["path"].removesuffix("/areno"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
-            [sys.executable, "-m", plan.module, "--config", str(path)],
+            [sys.executable, "-P", "-m", plan.module, "--config", str(path)],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=(self._segment.fd, self._events[rank]),

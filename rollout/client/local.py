@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+from rollout.child_python import child_command, child_environment
 from rollout.client.blocking import Client, connect
 from rollout.client.loading_line import loading_line
 from rollout.config import ServiceConfig
@@ -91,7 +92,8 @@ class LocalService:
             path.write_text(config.to_json())
             with open(self._folder / "service.log", "wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "rollout.service.front", "--config", str(path)],
+                    child_command("rollout.service.front", "--config", str(path)),
+                    env=child_environment(),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

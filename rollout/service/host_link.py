@@ -15,13 +15,13 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.child_python import child_command, child_environment
 from rollout.config import ServiceConfig
 from rollout.errors import RolloutError
 from rollout.service.access import Access
@@ -108,7 +108,8 @@ class HostLink:
         self._domain = self._access.host_domain()
         self._peer = self._context.pair_bound(endpoint, LINK_MESSAGE_BYTES, domain=self._domain)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rollout.service.engine_host", "--config", str(config_path)],
+            child_command("rollout.service.engine_host", "--config", str(config_path)),
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=2,
             start_new_session=True,
