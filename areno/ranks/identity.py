@@ -5,6 +5,7 @@ No torch; the checkpoint's tensors are known by their headers, sizes and times, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,8 +24,12 @@ def _version(library: str) -> str:
         return "none"
 
 
-def code_identity() -> dict[str, str]:
-    """Return a hash of this package's sources, where they lie, and the versions of the libraries."""
+@functools.cache
+def code_identity() -> Mapping[str, str]:
+    """Return a hash of this package's sources, where they lie, and the versions of the libraries.
+
+    As they were at the first call: a process goes on with what it has loaded, whatever is installed meanwhile.
+    """
     root = Path(__file__).resolve().parent.parent
     hashed = hashlib.blake2b(digest_size=16)
     for path in sorted(root.rglob("*.py")):
@@ -42,7 +47,7 @@ def check_code(rank: int, expected: Mapping[str, str], found: Mapping[str, str])
             f"rank {rank} runs another version of {name}: {found.get(name)} from {found.get('path')}",
             field="tp",
             limit=f"rank 0 runs {expected.get(name)} from {expected.get('path')}",
-            remedy="start the ranks anew, all from one installation (check PYTHONPATH)",
+            remedy="start the process of rank 0 anew, so that all run from one installation (check PYTHONPATH)",
         )
 
 

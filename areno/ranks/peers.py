@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +126,7 @@ class Peers:
         """Seconds that appending waited for other ranks."""
         return self._writer.waited_s
 
-    def _start(self, rank: int, code: dict[str, str], checkpoint: str) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, code: Mapping[str, str], checkpoint: str) -> subprocess.Popen[bytes]:
         plan = self._plan
         told = RankPlan(
             rank=rank,

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from areno.ranks.state_check import FIELDS
 from tests.integration.quick_rank import BREAK, HANG
 from tests.integration.rank_phases import PHASES, TIMEOUT_S, quick_plan
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SIGNALS = {signal.SIGKILL: "was killed by SIGKILL", signal.SIGSTOP: "has shown no sign of life"}
 pytestmark = pytest.mark.timeout(60)
 
@@ -356,6 +358,36 @@ def test_a_rank_with_other_code_or_another_checkpoint_is_refused_by_name(
     monkeypatch.setattr("areno.ranks.peers.checkpoint_identity", lambda folder: "0" * 32)
     with pytest.raises(CheckpointError, match=r"rank \d sees another checkpoint .* than rank 0"):
         start().meet()
+
+
+def test_a_package_that_is_replaced_under_a_running_process_is_noticed_by_its_next_ranks(folder: Path, tmp_path: Path) -> None:
+    import areno
+
+    installed = tmp_path / "installed"
+    shutil.copytree(Path(areno.__file__).parent, installed / "areno", ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from areno.errors import EngineFailure\n"
+        "from areno.ranks.peers import Peers\n"
+        "from areno.ranks.segment import Phase\n"
+        "from tests.integration.rank_phases import quick_plan\n"
+        "for upgrade in (True, False):\n"
+        "    peers = Peers(quick_plan(Path(sys.argv[1]), size=2))\n"
+        "    try:\n"
+        "        peers.wait_for(Phase.RUNNING)\n"
+        "        print('they run')\n"
+        "    except EngineFailure as error:\n"
+        "        print(error)\n"
+        "    peers.close()\n"
+        "    if upgrade:\n"
+        "        Path(sys.argv[2], 'areno', 'newer.py').write_text('')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(REPOSITORY)))}
+    command = [sys.executable, "-P", "-c", script, str(folder), str(installed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True, env=environment)
+    first, second = done.stdout.splitlines()
+    assert first == "they run" and "rank 1 runs another version of areno" in second and str(installed) in second
 
 
 def test_a_checkpoint_is_known_by_config_headers_and_sizes(tmp_path: Path) -> None:
