@@ -21,7 +21,8 @@ HEADER = struct.Struct("<HH16s")
 VERSION = 1
 HELLO, WELCOME, HEARTBEAT, ALIVE, GOODBYE, ERROR, DONE = 1, 2, 3, 4, 5, 6, 7
 GENERATE, ATTACH, CANCEL, CANCEL_RESULT, DELTAS, ACK, SCORE, SCORED, INFO, INFO_RESULT = 16, 17, 18, 19, 20, 21, 22, 23, 32, 33
-PAUSE, RESUME = 48, 49
+PAUSE, RESUME, GENERATE_GROUP, TOKENIZER_FILES, TOKENIZER_FILES_RESULT = 48, 49, 24, 36, 37
+WEIGHTS_BEGIN, WEIGHTS_TICKET, WEIGHTS_STAGE_BUCKET, WEIGHTS_COMMIT, WEIGHTS_REPORT = 50, 51, 57, 53, 54
 ZEROS = bytes(16)
 FORMATS = {"|u1": "B", "<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"}
 
@@ -50,6 +51,8 @@ class Stream:
     versions: list[int] = field(default_factory=list)
     ending: dict[str, Any] | None = None
     repeated: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)
+    text: str | None = None
 
 
 def rows_of_ids(request_ids: list[bytes]) -> tuple[str, list[int], list[int]]:
@@ -112,7 +115,7 @@ class ForeignClient:
     def call(self, socket: Any, op: int, fields: dict[str, Any], arrays: Arrays | None = None, *, want: int) -> Message:
         """Send a call and return its answer; what else comes in between is taken."""
         request_id = self.send(socket, op, fields, arrays)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             message = self.receive(socket, deadline - time.monotonic())
             if message is not None and message.request_id == request_id and message.op in (want, ERROR):
@@ -126,6 +129,11 @@ class ForeignClient:
         request_id = self.send(self.data, GENERATE, fields, {"prompt_ids": ("<i4", [len(prompt)], prompt)})
         self.streams[request_id] = Stream()
         return request_id
+
+    def generate_group(self, prompt: list[int], members: list[bytes], **fields: Any) -> bytes:
+        arrays: Arrays = {"prompt_ids": ("<i8", [len(prompt)], prompt), "member_ids": rows_of_ids(members)}
+        self.streams |= {member: Stream() for member in members}
+        return self.send(self.data, GENERATE_GROUP, fields, arrays)
 
     def take(self, message: Message) -> None:
         if message.op == DELTAS:
@@ -141,6 +149,7 @@ class ForeignClient:
         counts = message.numbers("version_counts")
         versions = [value for value, count in zip(message.numbers("version_values"), counts, strict=True) for _ in range(count)]
         ids, logprobs = message.numbers("token_ids"), message.numbers("logprobs")
+        texts, scores = self.texts_of(message), self.scores_of(message)
         at, ended, gaps = 0, [], []
         rows = zip(message.request_ids(), message.numbers("offsets"), message.numbers("counts"), strict=True)
         for index, (request_id, offset, count) in enumerate(rows):
@@ -156,11 +165,31 @@ class ForeignClient:
             stream.repeated += min(have - offset, count)
             for column, new in ((stream.ids, ids), (stream.logprobs, logprobs), (stream.versions, versions)):
                 column.extend(new[piece][have - offset :])
-            if index in endings and len(stream.ids) == endings[index]["output_tokens"]:
-                stream.ending = endings[index]
+            stream.prompt_logprobs = scores.get(index, stream.prompt_logprobs)
+            ending = endings.get(index, {})
+            if ending.get("output_tokens") == len(stream.ids) and (stream.prompt_logprobs or not ending["prompt_scored"]):
+                stream.ending, stream.text = ending, texts[index]
                 ended.append(request_id)
         self.send(self.data, ACK, {"seq": message.fields["seq"]}, {"request_ids": rows_of_ids(ended)} if ended else None, ZEROS)
         self.attach(gaps)
+
+    @staticmethod
+    def texts_of(message: Message) -> dict[int, str | None]:
+        """Return the text of each ending, None for a request without stop strings, by the stream's index."""
+        texts, raw, at = {}, bytes(message.numbers("texts")), 0
+        for ending in message.fields["finished"]:
+            size = ending["text_bytes"]
+            texts[ending["index"]] = None if size is None else raw[at : at + size].decode()
+            at += size or 0
+        return texts
+
+    @staticmethod
+    def scores_of(message: Message) -> dict[int, list[float]]:
+        """Return the log-probabilities of scored prompts by the stream's index."""
+        scores, table, at = {}, message.numbers("prompt_scores"), 0
+        for index, _start, count, _version in zip(*[iter(table)] * 4, strict=True):
+            scores[index], at = message.numbers("prompt_logprobs")[at : at + count], at + count
+        return scores
 
     def attach(self, request_ids: list[bytes]) -> None:
         if request_ids:
