@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -187,8 +188,9 @@ def settle(options: argparse.Namespace) -> None:
     options.tokens = options.tokens or (8 if not on_card else decode_trace.STEPS + decode_trace.MARGIN if options.profile else 64)
     options.modes = options.modes or (["eager", "graph"] if on_card else ["eager"])
     options.prompts = tuple(options.prompts or PROMPTS[kind])
-    for name, low in (("tokens", 1), ("repeats", 1)):
-        _require(getattr(options, name) >= low, name, getattr(options, name), f"at least {low}", f"raise --{name}")
+    for name in ("tokens", "repeats"):
+        _require(getattr(options, name) >= 1, name, getattr(options, name), "at least 1", f"raise --{name}")
+    _require(0 <= options.budget_s < math.inf, "budget_s", options.budget_s, "a number of seconds, not negative", "use --budget-s 6")
     _require(min(options.batches) >= 1, "batches", options.batches, "at least 1 row", "raise --batches")
     _require(min(options.prompts) >= 1, "prompts", options.prompts, "at least 1 token", "raise --prompts")
     devices = torch.cuda.device_count() if on_card else rank_runs.MOST_ON_CPU

@@ -49,8 +49,16 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON line only")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--output", type=_output, help="also write the JSON to this file")
     return parser
+
+
+def _output(given: str) -> Path:
+    """Return the path of a file whose folder is there: said before minutes of work, not after."""
+    path = Path(given)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{given!r} is a folder, or lies in none; name a file in a folder that exists")
+    return path
 
 
 def compose(bench: str, config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -237,3 +237,31 @@ def test_what_cannot_be_measured_here_is_refused_by_name(given: list[str], field
     with pytest.raises(InvalidConfig, match=field) as refusal:
         decode_metadata.main(["--tiny", "--device", "cpu", *given])
     assert refusal.value.field == field and refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (["--batches", "4", "0"], "batches"),
+        (["--tokens", "-1"], "tokens"),
+        (["--repeats", "0"], "repeats"),
+        (["--budget-s", "nan"], "budget_s"),
+        (["--budget-s", "-1"], "budget_s"),
+        (["--budget-s", "inf"], "budget_s"),
+        (["--prompts", "5", "0"], "prompts"),
+        (["--tp", "99"], "tp"),
+        (["--modes", "graph"], "modes"),
+        (["--profile", "resident"], "profile"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_by_name_before_anything_runs(given: list[str], field: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        decode_metadata.main(["--tiny", "--device", "cpu", *given])
+    assert refused.value.field == field and refused.value.remedy
+
+
+@pytest.mark.parametrize("output", ["/nonexistent/matrix.json", "/tmp"])
+def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode_metadata.main(["--tiny", "--output", output])
+    assert "a folder that exists" in capsys.readouterr().err
