@@ -61,7 +61,8 @@ def _ports() -> dict[int, int]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), _opened(int(name)) as one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockname()[0] in ("127.0.0.1", "::1"):
+            listens = one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and one.getsockname()[0] in ("127.0.0.1", "::1"):
                 found[os.fstat(one.fileno()).st_ino] = int(name)
     return found
 

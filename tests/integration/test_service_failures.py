@@ -39,7 +39,7 @@ from tests.integration.unfit_engine import UNFIT
 LONG = 20_000
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "it never came true"
