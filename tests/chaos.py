@@ -472,7 +472,10 @@ class Chaos:
         assert stats["received"] == stats["refused"] + stats["attached"] + stats["accepted"], stats
         assert stats["accepted"] == ended, f"{stats['accepted']} accepted, {ended} ended: {stats}"
         assert stats["accounting_errors"] == 0 and stats["failed"] == stats.get("failed_host_failed", 0), stats
-        held = {name: stats[name] for name in ("reserved_bytes", "record_pages", "unacknowledged_endings", "open_calls", "due_bytes")}
+        held = {
+            name: stats[name]
+            for name in ("reserved_bytes", "record_pages", "unacknowledged_endings", "open_calls", "due_bytes", "unsent_bytes")
+        }
         # The call that asks is open itself.
         assert held == {**dict.fromkeys(held, 0), "open_calls": held["open_calls"]} and held["open_calls"] <= 1, held
         engine = stats["engine"]

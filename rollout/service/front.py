@@ -357,6 +357,7 @@ class Front:
         if stopped is not None:
             raise stopped
         self._control.sleepers.check_awake("a score")
+        self._outbound.check_room(session)
         self._calls.pass_on(session, Channel.DATA, packet.request_id, Op.SCORE, packet.body.model_dump(), packet.arrays)
 
     def _pause(self, session: Session, packet: Packet) -> None:
@@ -400,6 +401,7 @@ class Front:
             "held_for_update": self._admission.held,
             "asleep": self._admission.asleep or "",
             "open_calls": len(self._calls),
+            "unsent_bytes": self._outbound.unsent_bytes,
             "host_failure": "" if self._supervisor.death is None else str(self._supervisor.death)[:MAX_FAILURE_TEXT],
             "refused_connections": self._access.refused,
         }
