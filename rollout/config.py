@@ -64,13 +64,12 @@ def _refuse(name: str, value: object, limit: str) -> InvalidConfig:
     return InvalidConfig(f"{name}={shown(value)} is refused", field=name, value=value, limit=f"allowed: {limit}", remedy=f"change {name}")
 
 
-def _no_json(name: str, value: object) -> InvalidConfig | None:
-    """Return the refusal of a value that the engine host's process cannot be given."""
+def _survives_json(value: object) -> bool:
+    """Whether the engine host's process, which is given JSON, would read the same value."""
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return _refuse(name, value, "plain numbers, texts, lists and mappings")
-    return None
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 @checks_names(InvalidConfig, OTHER_OPTIONS)
@@ -185,8 +184,13 @@ class ServiceConfig:
             raise _refuse("log_format", self.log_format, " or ".join(LOG_FORMATS))
         if not isinstance(self.engine, str) or self.engine.count(":") != 1:
             raise _refuse("engine", self.engine, "module:name")
-        if not isinstance(self.engine_options, Mapping):
-            raise _refuse("engine_options", self.engine_options, "a mapping of option names to values")
+        for name in ENGINE_OPTIONS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (bool, int, float, str)) and _survives_json(value)):
+                raise _refuse(name, value, "a plain number, a text, True or False, or None for the engine's default")
+        options = self.engine_options
+        if not isinstance(options, Mapping) or not _survives_json(dict(options)):
+            raise _refuse("engine_options", options, "a mapping of option names to plain numbers, texts, lists and mappings")
 
     @property
     def state(self) -> StateFolder:
@@ -216,11 +220,7 @@ class ServiceConfig:
 
     def to_json(self) -> str:
         """Return the form that `from_json` reads."""
-        given = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        try:
-            return json.dumps(given, indent=1)
-        except (TypeError, ValueError):
-            raise next(filter(None, map(_no_json, given, given.values()))) from None
+        return json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, indent=1, default=dict)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ServiceConfig:

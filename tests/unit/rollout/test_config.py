@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollout.config import ServiceConfig
+import areno
+from rollout.config import ENGINE_OPTIONS, ServiceConfig
 from rollout.errors import InvalidConfig
+from rollout.service.engine_host import checked_options
 from tests.hostile_values import HOSTILE_VALUES, check_refusal
+from tests.option_pairs import ENGINE_EDGES, pairs
 
 
 def test_a_config_survives_json() -> None:
@@ -78,3 +83,52 @@ def test_an_option_takes_or_refuses_whatever_it_is_given(name: str) -> None:
 def test_seconds_beyond_every_timer_are_refused(value: float) -> None:
     with pytest.raises(InvalidConfig, match="lease_s"):
         ServiceConfig(model="m", lease_s=value)
+
+
+EDGES: dict[str, list[Any]] = {
+    **ENGINE_EDGES,
+    "address": ["ipc:///tmp/x", "tcp://127.0.0.1:0", "bogus", "tcp://"],
+    "insecure": [True],
+    "engine_options": [{"max_rows": 3}, {"model": "q"}, {"max_row": 2}, {"a": {"b": [1, {"c": None}]}}, {1: 2}, {"a": {1: 2}}, {"a": (1,)}],
+    "lease_s": [0.2, 1e6],
+    "max_record_bytes": [2**16, 2**62],
+    "max_client_record_bytes": [2**16, 2**62],
+    "metrics_port": [0, 65535],
+    "keep_last": ["/tmp/x"],
+    "engine": ["a:b"],
+}
+
+
+def test_no_two_options_of_a_service_raise_what_is_no_refusal_and_its_processes_read_both_as_they_were_given() -> None:
+    names = list(ServiceConfig.__dataclass_fields__)
+    taken = 0
+    for given in pairs(names, lambda given: ServiceConfig(**{"model": "m", **given}), edges=EDGES, refusal=InvalidConfig, each=3):
+        try:
+            config = ServiceConfig(**{"model": "m", **given}).resolved()
+        except InvalidConfig as error:
+            check_refusal(error, given)
+            continue
+        assert ServiceConfig.from_json(config.to_json()) == config, given
+        assert {name: getattr(config, name) for name in given if name in ENGINE_OPTIONS} == {
+            name: value for name, value in given.items() if name in ENGINE_OPTIONS
+        }, given
+        try:
+            checked_options(config.engine_arguments())
+        except areno.InvalidConfig as error:
+            check_refusal(error, given)
+        taken += 1
+    assert taken > 1000
+
+
+@pytest.mark.parametrize("options", [{1: 2}, {None: 1}, {"a": {2: 3}}, {"a": (1,)}, {"a": math.nan}, {"a": object()}, {"a": np.int64(1)}])
+def test_engine_options_that_json_would_change_or_cannot_hold_are_refused_when_they_are_given(options: Any) -> None:
+    with pytest.raises(InvalidConfig, match="engine_options") as refused:
+        ServiceConfig(model="m", engine_options=options)
+    check_refusal(refused.value, options)
+
+
+@pytest.mark.parametrize("value", [(1,), [8], {"a": 1}, math.inf, np.int64(8), object()])
+def test_an_engine_option_is_one_plain_value(value: Any) -> None:
+    with pytest.raises(InvalidConfig, match="max_rows") as refused:
+        ServiceConfig(model="m", max_rows=value)
+    check_refusal(refused.value, value)
