@@ -194,8 +194,11 @@ class EngineHost:
         facts |= {"eos_ids": [int(one) for one in info.eos_ids]}
         log.info("results of the engine come by %s: %s", info.result_transport, info.result_transport_reason)
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
+        waits_for_room = False
         while not self._stopping:
-            self._poller.watch(self._peer, writable=self._outbox.wants_room)
+            if waits_for_room != self._outbox.wants_room:
+                waits_for_room = self._outbox.wants_room
+                self._poller.watch(self._peer, writable=waits_for_room)
             if self._lost_fd in self._poller.wait(self._timeout_s()):
                 self._engine.check_ranks()
             self._drain()

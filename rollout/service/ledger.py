@@ -93,6 +93,9 @@ class Ledger:
         self._live = 0
         self._deciding = 0
         self._held = 0
+        # The engine ids of the last step, all of which took their tokens, and their rows; None once any of them may have ended.
+        self._last_ids: np.ndarray | None = None
+        self._last_rows = np.empty(0, np.int64)
 
     @property
     def live(self) -> int:
@@ -260,6 +263,19 @@ class Ledger:
         """Append the tokens of a step and return the rows that grew; tokens of former or ended requests are dropped."""
         if not engine_ids.size:
             return np.empty(0, np.int64)
+        rows, tokens = self._rows_of(engine_ids, tokens)
+        if not rows.size:
+            return rows
+        self.counters.tokens += int(rows.size)
+        self.last_progress = time.monotonic()
+        self._progress_at[rows] = self.last_progress
+        return self.tokens.append(rows, tokens, self._keeps[rows])
+
+    def _rows_of(self, engine_ids: np.ndarray, tokens: TokenColumns) -> tuple[np.ndarray, TokenColumns]:
+        """Return the rows of tokens of requests that take some, and those tokens. Found anew when any request came or ended since."""
+        last = self._last_ids
+        if last is not None and last.size == engine_ids.size and bool((last == engine_ids).all()):
+            return self._last_rows, tokens
         rows = engine_ids & ROW_MASK
         known = rows < len(self._rows)
         if not known.all():
@@ -267,13 +283,9 @@ class Ledger:
         wanted = known & self._taking[rows] & (self._generation[rows] == engine_ids >> ROW_BITS)
         if not wanted.all():
             self.counters.late_tokens += int(wanted.size - wanted.sum())
-            rows, tokens = rows[wanted], tokens.take(np.flatnonzero(wanted))
-            if not rows.size:
-                return np.empty(0, np.int64)
-        self.counters.tokens += int(rows.size)
-        self.last_progress = time.monotonic()
-        self._progress_at[rows] = self.last_progress
-        return self.tokens.append(rows, tokens, self._keeps[rows])
+            return rows[wanted], tokens.take(np.flatnonzero(wanted))
+        self._last_ids, self._last_rows = engine_ids, rows
+        return rows, tokens
 
     def end(self, record: Record, terminal: Terminal) -> bool:
         """Give a request its terminal event; False if it has one already. A deciding request counts as accepted first."""
@@ -283,6 +295,7 @@ class Ledger:
             self.accept(record)
         record.state, record.terminal = RecordState.ENDED, terminal
         self._taking[record.row] = False
+        self._last_ids = None
         self._live -= 1
         self._held += 1
         now = time.monotonic()
@@ -340,6 +353,7 @@ class Ledger:
         self.reserved_bytes -= record.reserved_bytes
         self._rows[record.row] = None
         self._taking[record.row] = False
+        self._last_ids = None
         self._progress_at[record.row] = np.inf
         self._free_rows.append(record.row)
 

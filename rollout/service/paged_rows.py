@@ -8,10 +8,13 @@ row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 PAGE = 64
+# Shift and mask in place of a division by the page, which is slow for integers.
+_SHIFT, _MASK = PAGE.bit_length() - 1, PAGE - 1
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -33,6 +36,21 @@ def _rounds(rows: np.ndarray) -> np.ndarray | None:
     return rounds
 
 
+class _Grown(NamedTuple):
+    """Which rows an append makes longer, and by how much; `rounds` as `_rounds` says."""
+
+    rows: np.ndarray
+    counts: np.ndarray
+    rounds: np.ndarray | None
+
+    @staticmethod
+    def by(rows: np.ndarray) -> _Grown:
+        rounds = _rounds(rows)
+        if rounds is None:
+            return _Grown(*np.unique(rows, return_counts=True), None)
+        return _Grown(rounds[0], np.full(rounds.shape[1], rounds.shape[0]), rounds)
+
+
 class PagedRows:
     """Columns of these dtypes in pages of `PAGE` entries. Mutates only itself."""
 
@@ -42,6 +60,9 @@ class PagedRows:
         self._num_pages_of = np.zeros(rows, np.int64)
         self._columns = [np.zeros(pages * PAGE, dtype) for dtype in dtypes]
         self._free = list(range(pages - 1, -1, -1))
+        # The rows of the last append, and what it found out about them.
+        self._last_rows: np.ndarray | None = None
+        self._last_grown: _Grown | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,28 +102,30 @@ class PagedRows:
         self._num_pages_of[row] = needed
 
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self._table[rows, positions // PAGE] * PAGE + positions % PAGE
+        return (self._table[rows, positions >> _SHIFT] << _SHIFT) + (positions & _MASK)
 
     def append(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> np.ndarray:
         """Append each entry to its row, in order, and return the rows that grew.
 
-        Shapes: `rows` [n] names the row of each entry; a row may come several times.
+        Shapes: `rows` [n] names the row of each entry; a row may come several times. The same array as last time, unchanged, is
+        not looked through again.
         """
-        rounds = _rounds(rows)
-        if rounds is not None:
-            grown, counts = rounds[0], np.full(rounds.shape[1], rounds.shape[0])
-        else:
-            grown, counts = np.unique(rows, return_counts=True)
+        known = self._last_grown if rows is self._last_rows else None
+        grown, counts, rounds = known = known or _Grown.by(rows)
+        self._last_rows, self._last_grown = rows, known
         before = self.lengths[grown]
         after = before + counts
-        needed = (after + PAGE - 1) // PAGE
-        for which in np.flatnonzero(needed > self._num_pages_of[grown]):
-            self._add_pages(int(grown[which]), int(needed[which]))
-        if rounds is not None:
-            places = self._places(rounds, before + np.arange(len(rounds))[:, None]).reshape(-1)
-        else:
+        short = after > self._num_pages_of[grown] << _SHIFT
+        if short.any():
+            for which in np.flatnonzero(short).tolist():
+                self._add_pages(int(grown[which]), -(-int(after[which]) // PAGE))
+        if rounds is None:
             places = np.empty(rows.size, np.int64)
             places[np.argsort(rows, kind="stable")] = self._places(np.repeat(grown, counts), ranges(before, counts))
+        elif len(rounds) == 1:
+            places = self._places(grown, before)
+        else:
+            places = self._places(rounds, before + np.arange(len(rounds))[:, None]).reshape(-1)
         for own, news in zip(self._columns, columns):
             own[places] = news
         self.lengths[grown] = after
@@ -110,7 +133,10 @@ class PagedRows:
 
     def gather(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
         """Return `counts` entries of each row from `starts` on, one row after the other."""
-        places = self._places(np.repeat(rows, counts), ranges(starts, counts))
+        if counts.size and counts.min() == counts.max() == 1:
+            places = self._places(rows, starts)
+        else:
+            places = self._places(np.repeat(rows, counts), ranges(starts, counts))
         return [column[places] for column in self._columns]
 
     def clear(self, row: int) -> None:

@@ -28,6 +28,8 @@ SendData = Callable[[Session, list[Frame]], Sent]
 
 def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return values and lengths of the runs of equal neighbours."""
+    if values.size and values[0] == values[-1] and bool((values == values[0]).all()):
+        return values[:1], np.array([values.size], np.int64)
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if values.size else np.empty(0, np.int64)
     return values[starts], np.diff(np.append(starts, values.size))
 
@@ -38,7 +40,8 @@ def token_arrays(tokens: TokenColumns) -> dict[str, np.ndarray]:
     arrays = {"token_ids": tokens.token_ids, "version_values": values, "version_counts": counts}
     for name in ("logprobs", "raw_logprobs", "behaviour_logprobs"):
         column = getattr(tokens, name)
-        if not np.isnan(column).all():
+        # The first entry nearly always says it.
+        if column.size and (column[0] == column[0] or not np.isnan(column).all()):
             arrays[name] = column
     if tokens.kept is not None:
         arrays |= {"kept_counts": tokens.kept.counts, "kept_ids": tokens.kept.ids}
@@ -117,10 +120,17 @@ class Streams:
 
     def grew(self, rows: np.ndarray) -> None:
         """Mark rows with new tokens as due."""
+        if not rows.size:
+            return
         owners = self._session_of[rows]
-        for owner in np.unique(owners):
+        first = int(owners[0])
+        if (owners == first).all():
+            parts = [(first, rows)]
+        else:
+            parts = [(int(owner), rows[owners == owner]) for owner in np.unique(owners)]
+        for owner, own in parts:
             if owner:
-                self._due.setdefault(int(owner), set()).update(rows[owners == owner].tolist())
+                self._due.setdefault(owner, set()).update(own.tolist())
 
     def scored(self, record: Record) -> None:
         """Mark a record's prompt score as due."""
@@ -189,14 +199,18 @@ class Streams:
         for index, score in scores.items():
             self._unsent_scores.discard(int(rows[index]))
             self._extra_bytes[rows[index]] -= score.num_bytes
-        due.difference_update(rows[complete].tolist())
+        if len(due) == rows.size and complete.all():
+            due.clear()
+        else:
+            due.difference_update(rows[complete].tolist())
         return True
 
     def _portion(self, due: set[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which rows a message speaks of, and which tokens of them: starts and counts. Bounded in bytes, never nothing."""
         rows = np.fromiter(due, np.int64, len(due))[:MAX_FLUSH_ENDINGS]
         extra = self._extra_bytes[rows]
-        rows = rows[np.cumsum(extra) - extra <= MAX_FLUSH_BYTES]
+        if extra.any():
+            rows = rows[np.cumsum(extra) - extra <= MAX_FLUSH_BYTES]
         starts = self._cursor[rows]
         counts = self._ledger.tokens.lengths[rows] - starts
         each = self._ledger.token_bytes(rows)

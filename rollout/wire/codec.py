@@ -190,6 +190,10 @@ def _unpack(frame: bytes, op: Op) -> tuple[dict[str, object], list[object]]:
     return value[0], value[1]
 
 
+def _is_count(dim: object) -> bool:
+    return type(dim) is int and 0 <= dim < 2**40
+
+
 def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op: Op) -> tuple[str, np.ndarray]:
     if not (isinstance(descriptor, list) and len(descriptor) == 3 and isinstance(descriptor[0], str) and isinstance(descriptor[2], list)):
         raise WireError("an array descriptor is not [name, dtype, shape]", remedy="see the protocol in rollout/README.md")
@@ -206,7 +210,7 @@ def _array(descriptor: object, frame: bytes, specs: Mapping[str, ArraySpec], op:
         raise WireError(
             f"array {name} has dtype {str(dtype)[:16]!r}", field=name, limit=f"allowed: {', '.join(spec.dtypes)}", remedy="convert it first"
         )
-    if len(shape) != 1 + len(spec.row) or tuple(shape[1:]) != spec.row or not all(type(dim) is int and 0 <= dim < 2**40 for dim in shape):
+    if len(shape) != 1 + len(spec.row) or not _is_count(shape[0]) or not all(map(_is_count, shape[1:])) or tuple(shape[1:]) != spec.row:
         raise WireError(
             f"array {name} has shape {str(shape)[:80]}", field=name, limit=f"it is [n{''.join(f', {dim}' for dim in spec.row)}]"
         )

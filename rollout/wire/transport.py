@@ -23,6 +23,9 @@ from rollout.wire.codec import MAX_FRAMES, Frame
 from rollout.wire.curve import ClientKey, KeyPair
 from rollout.wire.gate import Gate
 
+# As plain numbers: the library's flags are enumerations, of which each "or" makes another.
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _RCVMORE, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
 QUEUE_MESSAGES = 1000
 # A routing id comes before a message of its greatest length.
 ROUTE_BYTES = 256
@@ -191,10 +194,17 @@ def _guard(socket: zmq.Socket[bytes], domain: bytes) -> None:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Tell whether a receive would find a message; cheaper than the exception that says no."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+
 def _receive(socket: zmq.Socket[bytes], room: int, max_bytes: int) -> tuple[list[bytes], bool] | None:
     """Return the frames of the next message, or None; frames beyond `room` or `max_bytes` are read and dropped."""
+    if not _has_message(socket):
+        return None
     try:
-        frames = [socket.recv(zmq.NOBLOCK)]
+        frames = [socket.recv(_NOBLOCK)]
     except zmq.Again:
         return None
     return frames, _receive_rest(socket, frames, room, max_bytes)
@@ -207,7 +217,7 @@ def _receive_rest(socket: zmq.Socket[bytes], frames: list[bytes], room: int, max
     """
     whole = True
     left = max_bytes - len(frames[0])
-    while socket.getsockopt(zmq.RCVMORE):
+    while socket.getsockopt(_RCVMORE):
         frame = socket.recv()
         left -= len(frame)
         if len(frames) < room and left >= 0:
@@ -230,8 +240,8 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> Sent:
     try:
         for place, frame in enumerate(frames):
             # Once the first frame was taken, the others are.
-            more = zmq.SNDMORE if place < last else 0
-            socket.send(frame, zmq.NOBLOCK | more, copy=not (isinstance(frame, bytes) and len(frame) >= SHARED_BYTES))
+            flags = _MORE if place < last else _NOBLOCK
+            socket.send(frame, flags, len(frame) < SHARED_BYTES or not isinstance(frame, bytes))
     except zmq.Again:
         return Sent.FULL
     except zmq.ZMQError as error:
@@ -250,8 +260,10 @@ class Router:
 
     def receive(self) -> Incoming | None:
         """Return the next message that is there, or None."""
+        if not _has_message(self._socket):
+            return None
         try:
-            first = self._socket.recv(zmq.NOBLOCK, copy=False)
+            first = self._socket.recv(_NOBLOCK, copy=False)
         except zmq.Again:
             return None
         frames = [first.bytes]
@@ -345,7 +357,7 @@ class Poller:
         """Watch for reading, and for room to send as well if asked. Changes an earlier watch."""
         key = self._key(thing)
         self._things[key] = thing
-        self._poller.register(key, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
+        self._poller.register(key, _POLLIN | (_POLLOUT if writable else 0))
 
     def forget(self, thing: Pollable) -> None:
         """Stop watching."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,40 @@ def test_tokens_of_an_ended_or_former_request_are_dropped_and_counted() -> None:
     assert ledger.counters.late_tokens == 3
     assert ledger.by_engine_id(former.engine_id) is None
     assert ledger.by_engine_id(later.engine_id) is later
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_requests_step_after_step_and_those_that_come_and_end_between_get_their_own_tokens(seed: int) -> None:
+    draw, ledger = np.random.default_rng(seed), Ledger(1000, 2**30)
+    records = [opened(ledger, budget=10_000) for _ in range(5)]
+    expected = {record.engine_id: [] for record in records}  # type: ignore[var-annotated]
+    ids, late = np.array([record.engine_id for record in records]), 0
+    for number in range(400):
+        if draw.random() < 0.1:
+            # The step names a request that has ended, in whose row another may be by then.
+            place = int(draw.integers(0, 5))
+            ledger.end(records[place], Terminal(kind="stop"))
+            if draw.random() < 0.5:
+                ledger.acknowledge(1, records[place].request_id)
+            fresh = opened(ledger, budget=10_000)
+            late += 1
+            expected[fresh.engine_id] = []
+            step = ids.copy()
+            records[place], ids[place] = fresh, fresh.engine_id
+        else:
+            step = ids.copy()
+        values = np.arange(5, dtype=np.int32) + 10 * number
+        grown = ledger.take_step(step, replace(tokens(5), token_ids=values))
+        assert sorted(grown.tolist()) == sorted({record.row for record in records if record.engine_id in step})
+        for engine_id, value in zip(step.tolist(), values.tolist()):
+            if any(record.engine_id == engine_id for record in records):
+                expected[engine_id].append(value)
+    for record in records:
+        length = len(expected[record.engine_id])
+        stored = ledger.tokens.gather(np.array([record.row]), np.array([0]), np.array([length])).token_ids
+        assert stored.tolist() == expected[record.engine_id] and ledger.tokens.lengths[record.row] == length
+    assert late and ledger.counters.late_tokens == late
+    ledger.check_integrity()
 
 
 def test_admission_is_bounded_in_requests_and_in_bytes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rollout.service import streams as streams_module
 from rollout.service.ledger import Ledger
 from rollout.service.records import PromptScore, Record, Reservation, Terminal
 from rollout.service.sessions import Channel, Session, SessionBook
-from rollout.service.streams import Streams
+from rollout.service.streams import Streams, token_arrays
 from rollout.service.token_store import KeptSets, TokenColumns
 from rollout.wire.codec import decode
 from rollout.wire.operations import CLIENT_REPLIES
@@ -93,6 +94,35 @@ def test_log_probabilities_that_nobody_asked_for_stay_away() -> None:
     desk.grow(desk.open(), ids=[1], logprobs=False)
     desk.streams.flush(1.0)
     assert "logprobs" not in desk.sent[0].arrays
+
+
+@pytest.mark.parametrize("missing", ([0], [2], [0, 1], [0, 1, 2]))
+def test_a_column_stays_away_only_if_every_entry_is_missing(missing: list[int]) -> None:
+    column = np.array([-1.0, -2.0, -3.0], np.float32)
+    column[missing] = np.nan
+    ids, nothing = np.zeros(3, np.int32), np.full(3, np.nan, np.float32)
+    arrays = token_arrays(TokenColumns(ids, column, nothing, column, np.zeros(3, np.int64)))
+    assert "raw_logprobs" not in arrays
+    assert ("logprobs" in arrays) == ("behaviour_logprobs" in arrays) == (len(missing) < 3)
+
+
+@pytest.mark.parametrize("versions", ([], [4], [4, 4, 4], [4, 4, 5], [4, 5, 4], [5, 5, 4, 4, 4, 5]))
+def test_versions_go_as_runs(versions: list[int]) -> None:
+    nothing = np.full(len(versions), np.nan, np.float32)
+    arrays = token_arrays(TokenColumns(np.zeros(len(versions), np.int32), nothing, nothing, nothing, np.array(versions, np.int64)))
+    values, counts = arrays["version_values"].tolist(), arrays["version_counts"].tolist()
+    assert list(zip(values, counts)) == [(value, len(list(run))) for value, run in itertools.groupby(versions)]
+
+
+def test_one_step_for_the_streams_of_several_clients_goes_to_each_its_own() -> None:
+    desk = Desk()
+    first = [desk.open(), desk.open()]
+    own, desk.session = desk.session, desk.sessions.open("other", Channel.DATA, b"\0efgh", 0.0)
+    other = desk.open()
+    desk.grow(first[0], other, first[1], ids=[1, 2, 3])
+    desk.streams.flush(1.0)
+    assert [packet.arrays["token_ids"].tolist() for packet in desk.sent] == [[1, 3], [2]]
+    assert own.flush_seq == desk.session.flush_seq == 1
 
 
 def test_a_full_socket_leaves_the_cursor_and_a_later_flush_is_larger() -> None:

@@ -109,13 +109,21 @@ def test_rows_that_come_in_rounds_are_stored_as_any_others(seed: int) -> None:
         many = np.tile(chosen, int(draw.integers(1, 100)))
         if draw.random() < 0.3:
             many = np.append(many, draw.integers(0, 40))
-        values = np.arange(at, at + many.size)
-        at += many.size
-        grown = rows.append(many, (values,))
-        assert sorted(grown.tolist()) == sorted(set(many.tolist()))
-        for row, value in zip(many.tolist(), values.tolist()):
-            oracle[row].append(value)
+        # The very array again and again, as the ledger gives it while the same requests step, or another.
+        for _ in range(int(draw.integers(1, 80 if many.size < 9 else 3))):
+            values = np.arange(at, at + many.size)
+            at += many.size
+            grown = rows.append(many, (values,))
+            assert sorted(grown.tolist()) == sorted(set(many.tolist()))
+            for row, value in zip(many.tolist(), values.tolist()):
+                oracle[row].append(value)
         rows.check_integrity()
+        if draw.random() < 0.2:
+            rows.clear(cleared := int(draw.integers(0, 40)))
+            oracle[cleared] = []
     every = np.arange(40)
+    begun = np.flatnonzero(rows.lengths)
+    last = rows.gather(begun, rows.lengths[begun] - 1, np.ones(begun.size, np.int64))[0]
+    assert last.tolist() == [oracle[row][-1] for row in begun.tolist()]
     counts = rows.lengths[every]
     assert rows.gather(every, np.zeros(40, np.int64), counts)[0].tolist() == [value for row in range(40) for value in oracle[row]]
