@@ -339,6 +339,17 @@ class Engine:
         self._updates.stage_slice(name, values, start=start, spec=spec)
 
     @on_device
+    def launch_slices(self) -> torch.cuda.Event | None:
+        """Begin to copy every slice beside decode; return what `slices_copied` asks about, None where all are copied. Raises: NoUpdate."""
+        return self._updates.launch_slices()
+
+    @on_device
+    def slices_copied(self, launched: torch.cuda.Event) -> bool:
+        """Return whether the slices before a launch are copied: what they were copied from may be written then."""
+        with device_errors("while slices were staged"):
+            return launched.query()
+
+    @on_device
     def settle_slices(self) -> None:
         """Wait until every slice is copied; on a CUDA device copies of its memory are only launched before. Raises: NoUpdate."""
         self._updates.settle_slices()

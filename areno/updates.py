@@ -98,6 +98,15 @@ class Updates:
             self._open_update().stage_slice(name, values, start=start, spec=spec)
             self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
 
+    def launch_slices(self) -> torch.cuda.Event | None:
+        """As `Engine.launch_slices`."""
+        if self._ranks.size > 1:
+            # The others copy from what is told to them, and have to be told before it changes.
+            self.settle_slices()
+            return None
+        with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+            return self._open_update().launch_slices()
+
     def settle_slices(self) -> None:
         """As `Engine.settle_slices`."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):

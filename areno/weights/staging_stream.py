@@ -83,6 +83,13 @@ class StagingStream:
         """Whether every look that was begun has ended."""
         return self._looker.query()
 
+    def launch(self) -> torch.cuda.Event:
+        """Launch every copy; return what passes when they are over."""
+        self._launch_copies()
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied
+
     def settle(self) -> None:
         """Launch every copy and wait for it. Blocks: for the copies."""
         self._launch_copies()

@@ -243,6 +243,10 @@ class WeightUpdate:
         self.inspect_s += time.perf_counter() - started
         return join_facts(parts)
 
+    def launch_slices(self) -> torch.cuda.Event | None:
+        """Begin to copy every slice; return what passes when that is over, None where it is."""
+        return None if self._stream is None else self._stream.launch()
+
     def settle_slices(self) -> None:
         """Copy every slice and wait for it; what it was copied from may be written then."""
         if self._stream is not None:

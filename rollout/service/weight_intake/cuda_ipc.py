@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollout.errors import TransportUnavailable
-from rollout.service.weight_intake.pieces import ITEM_BYTES, Steps, device_uuid, refused
+from rollout.service.weight_intake.pieces import ITEM_BYTES, Pace, Steps, device_uuid, refused
 from rollout.wire.weight_handles import CudaHandle, TensorPiece, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class CudaSource:
     """One bucket in device memory; see the module."""
 
     # Whole pieces: a copy on the card is over before a smaller one were launched.
-    slice_bytes, stays = 2**40, True
+    slice_bytes, stays, own = 2**40, True, True
 
     def __init__(self, body: WeightsStageBucket, handle: CudaHandle, imports: CudaImports) -> None:
         imports.check_device(handle.device)
@@ -142,10 +142,10 @@ class CudaSource:
         """Open the allocations and wait for the trainer's writes. Raises: TransportUnavailable, BucketRefused."""
         for number, allocation in enumerate(self._handle.allocations):
             if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1:
-                yield False
+                yield Pace.GO_ON
             self._opened.append(self._imports.memory(allocation.handle, allocation.size, self._body.bucket))
         while self._handle.event is not None and not self._imports.passed(self._handle.event):
-            yield True
+            yield Pace.WAIT
 
     def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
         """Return elements of a piece, where they are."""
@@ -156,7 +156,7 @@ class CudaSource:
         return self._opened[piece.place][start : start + count * item].view(getattr(torch, piece.dtype))
 
     def finish(self) -> None:
-        """The copies are complete: the engine's `settle_slices` came before."""
+        """The copies are complete."""
 
     def close(self) -> None:
         """The update closes what it opened."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from rollout.errors import WeightsFileRefused, WeightUpdateError
+from rollout.service.weight_intake.pieces import Pace, Steps
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def open_weights_file(folder: Path, path: str, size: int) -> int:
     return fd
 
 
-def read_tensors(fd: int, path: str, size: int, xxh3: str | None) -> Generator[bool, None, dict[str, torch.Tensor]]:
+def read_tensors(fd: int, path: str, size: int, xxh3: str | None) -> Generator[Pace, None, dict[str, torch.Tensor]]:
     """Return a safetensors file's tensors, yielding between bounded pieces of the work. Raises: WeightsFileRefused."""
     if xxh3 is not None:
         yield from _check_hash(fd, path, size, xxh3)
@@ -93,14 +94,14 @@ def read_tensors(fd: int, path: str, size: int, xxh3: str | None) -> Generator[b
         if not count:
             raise _refused(path, f"it ended at byte {at} of {size}")
         at += count
-        yield False
+        yield Pace.GO_ON
     try:
         return load(bytes(content))
     except SafetensorError as error:
         raise _refused(path, f"it is no whole safetensors file: {error}", "write it with safetensors, then rename it") from None
 
 
-def _check_hash(fd: int, path: str, size: int, xxh3: str) -> Generator[bool, None, None]:
+def _check_hash(fd: int, path: str, size: int, xxh3: str) -> Steps:
     digest, at = xxhash.xxh3_64(), 0
     while at < size:
         piece = os.pread(fd, HASH_PIECE_BYTES, at)
@@ -108,6 +109,6 @@ def _check_hash(fd: int, path: str, size: int, xxh3: str) -> Generator[bool, Non
             raise _refused(path, f"it ended at byte {at} of {size}")
         digest.update(piece)
         at += len(piece)
-        yield False
+        yield Pace.GO_ON
     if digest.hexdigest() != xxh3:
         raise _refused(path, f"its XXH3 is {digest.hexdigest()}, {xxh3} was announced", "write the file again")

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from rollout.service.weight_intake.files import HASH_PIECE_BYTES
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, bytes_of, refused
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Pace, Steps, bytes_of, refused
 from rollout.wire.weight_handles import TensorPiece, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FramesSource:
     """One bucket in a message; its XXH3 is checked before anything is taken. Raises: BucketRefused."""
 
-    slice_bytes, stays = HOST_SLICE_BYTES, False
+    slice_bytes, stays, own = HOST_SLICE_BYTES, False, False
 
     def __init__(self, body: WeightsStageBucket, content: np.ndarray | None, bounce: HostBounce) -> None:
         if content is None or content.nbytes != body.size:
@@ -32,7 +32,7 @@ class FramesSource:
         digest = xxhash.xxh3_64()
         for at in range(0, self._content.nbytes, HASH_PIECE_BYTES):
             digest.update(self._content[at : at + HASH_PIECE_BYTES].data)
-            yield False
+            yield Pace.GO_ON
         if digest.hexdigest() != self._xxh3:
             raise refused(self._bucket, f"its XXH3 is {digest.hexdigest()}", f"{self._xxh3} was announced")
 

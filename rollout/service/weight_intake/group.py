@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import TransportUnavailable
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, Steps, device_uuid, refused
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, Pace, Steps, device_uuid, refused
 from rollout.wire.weight_handles import TensorPiece, WeightsJoinGroup, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _Background:
             if time.monotonic() > deadline:
                 self.error = TimeoutError(f"nothing within {timeout_s:g} s; is the trainer's group one of {GROUP_SIZE}?")
                 return
-            yield True
+            yield Pace.WAIT
 
 
 def local_address(host: str, port: int) -> str:
@@ -182,7 +182,7 @@ def torch_cpu() -> torch.device:
 class GroupSource:
     """One bucket that comes by broadcast. Raises: TransportUnavailable without a group."""
 
-    slice_bytes, stays = HOST_SLICE_BYTES, True
+    slice_bytes, stays, own = HOST_SLICE_BYTES, True, False
 
     def __init__(self, body: WeightsStageBucket, link: GroupLink | None) -> None:
         if link is None:

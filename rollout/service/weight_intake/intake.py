@@ -13,6 +13,7 @@ Invariant: every call gets one answer, also when its update ends before it was d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from rollout.service.weight_intake.cuda_ipc import CudaImports, CudaSource
 from rollout.service.weight_intake.files import open_weights_file, read_tensors
 from rollout.service.weight_intake.frames import FramesSource
 from rollout.service.weight_intake.group import GroupLink, GroupSource
-from rollout.service.weight_intake.pieces import BucketSource, HostBounce, Steps, check_pieces, stage_pieces
+from rollout.service.weight_intake.pieces import BucketSource, HostBounce, Pace, Steps, check_pieces, stage_pieces
 from rollout.service.weight_intake.segments import MappedSegments, PinnedSegments, SegmentSource
 from rollout.wire.weight_handles import CudaHandle, FramesHandle, GroupHandle, WeightsJoinGroup, WeightsStageBucket
 
@@ -48,6 +49,8 @@ class UpdatableEngine(Protocol):
     def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> Any: ...
     def close_slice(self, filled: Any) -> None: ...
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
+    def launch_slices(self) -> object | None: ...
+    def slices_copied(self, launched: Any) -> bool: ...
     def settle_slices(self) -> None: ...
     def inspect_update(self) -> bool: ...
     def commit_update(self, *, digests: Mapping[str, int] | None = None, canaries: Sequence[Any] = ()) -> Any: ...
@@ -84,6 +87,8 @@ class WeightIntake:
         self._engine, self._folder = engine, weights_dir
         self._update_id: str | None = None
         self._jobs: deque[_Job] = deque()
+        # Those that only the device works on any more.
+        self._copying: deque[_Job] = deque()
         # Calls whose staging ended with their update; `advance` reports them.
         self._dropped: deque[StagedFile] = deque()
         self._staged: dict[int, bytes] = {}
@@ -98,7 +103,7 @@ class WeightIntake:
     @property
     def busy(self) -> bool:
         """Whether `advance` has something to do."""
-        return bool(self._jobs or self._dropped)
+        return bool(self._jobs or self._copying or self._dropped)
 
     def begin(self, update_id: str, version: int, manifest: Mapping[str, tuple[str, tuple[int, ...]]] | None, *, partial: bool) -> None:
         """Open an update. Raises: UpdateBusy, and what the engine refuses."""
@@ -126,7 +131,7 @@ class WeightIntake:
         tensors = yield from read_tensors(fd, path, size, xxh3)
         for name, tensor in tensors.items():
             self._engine.stage(name, tensor)
-            yield False
+            yield Pace.GO_ON
 
     def stage_bucket(self, call_id: bytes, body: WeightsStageBucket, content: np.ndarray | None) -> None:
         """Queue a bucket; `advance` stages it and reports. Raises: NoUpdate, BucketRefused, TransportUnavailable."""
@@ -195,19 +200,24 @@ class WeightIntake:
             yield from stage_pieces(self._engine, body, source, self._engine_device())
 
     def advance(self, for_s: float = 0.0) -> StagedFile | None:
-        """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return its end when it ended."""
+        """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return the end of one that ended."""
         if self._dropped:
             return self._dropped.popleft()
-        if not self._jobs:
-            return None
-        job = self._jobs[0]
-        error: Exception | None = None
         self.waits = False
+        if self._copying and (ended := self._go_on(self._copying, 0.0)) is not None:
+            return ended
+        return self._go_on(self._jobs, for_s) if self._jobs else None
+
+    def _go_on(self, jobs: deque[_Job], for_s: float) -> StagedFile | None:
+        """Go on with the first of `jobs`; one whose bytes the device copies makes room for the next."""
+        job, error = jobs[0], None
         try:
             until = time.monotonic() + for_s
-            while not (waits := next(job.steps)) and time.monotonic() < until:
+            while (pace := next(job.steps)) is Pace.GO_ON and time.monotonic() < until:
                 pass
-            self.waits = waits
+            if pace is Pace.COPIES and jobs is self._jobs:
+                self._copying.append(jobs.popleft())
+            self.waits = pace is Pace.WAIT and not self._copying
             return None
         except StopIteration:
             if job.bucket is not None:
@@ -215,12 +225,12 @@ class WeightIntake:
                 self._staged[number] = fingerprint
         except Exception as raised:
             error = raised
-        self._jobs.popleft().close()
+        jobs.popleft().close()
         return StagedFile(job.call_id, error)
 
     def inspected(self, update_id: str) -> bool:
         """Have the engine find out about what is staged; return whether it has, or whether a commit has no use for that."""
-        return update_id != self._update_id or bool(self._jobs) or self._engine.inspect_update()
+        return update_id != self._update_id or bool(self._jobs or self._copying) or self._engine.inspect_update()
 
     def commit(
         self,
@@ -237,16 +247,16 @@ class WeightIntake:
         """
         self._mine(update_id)
         try:
-            if self._jobs:
+            if unfinished := len(self._jobs) + len(self._copying):
                 raise WeightUpdateError(
-                    f"{len(self._jobs)} files or buckets are still being staged", remedy="wait for their answers before the commit"
+                    f"{unfinished} files or buckets are still being staged", remedy="wait for their answers before the commit"
                 )
             report = self._engine.commit_update(digests=digests, canaries=_canaries(ids, counts, logprobs, temperatures))
         except BaseException:
             try:
-                self._engine.abort_update()
-            finally:
                 self._close()
+            finally:
+                self._engine.abort_update()
             raise
         self._close(succeeded=True)
         return report
@@ -262,11 +272,16 @@ class WeightIntake:
         return isinstance(self._segments, PinnedSegments) and self._segments.tidy()
 
     def _close(self, *, succeeded: bool = False) -> None:
-        while self._jobs:
-            job = self._jobs.popleft()
+        if self._copying or self._jobs:
+            # The device may still copy from what is given back here. An engine that cannot say so is of no use, or has no update.
+            with contextlib.suppress(Exception):
+                self._engine.settle_slices()
+        for job in (*self._copying, *self._jobs):
             job.close()
             error = NoUpdate("the update ended before this was staged", field="update_id", value=self._update_id)
             self._dropped.append(StagedFile(job.call_id, error))
+        self._copying.clear()
+        self._jobs.clear()
         self._staged.clear()
         self._bounce = None
         if self._group is not None:

@@ -6,6 +6,7 @@ the slices of a tensor that the engine gets have the same bounds whenever a buck
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,26 +22,46 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 HOST_SLICE_BYTES = 4 * 2**20
 # On a device that many slices, or bytes, are handed over between two looks at everything else.
 DEVICE_SLICES, DEVICE_BYTES = 64, 2**30
-# What a step yields: True where there is nothing to do but wait.
-Steps = Generator[bool, None, None]
+
+
+class Pace(enum.Enum):
+    """What a step of staging leaves to be done before the next one."""
+
+    GO_ON = "go on"
+    # There is nothing to do but wait.
+    WAIT = "wait"
+    # The device copies; another bucket may be taken meanwhile.
+    COPIES = "copies"
+
+
+Steps = Generator[Pace, None, None]
 
 
 class SliceEngine(Protocol):
-    """What takes slices, in memory of its own if it opens one; on a device it may copy them later, at the latest in `settle_slices`."""
+    """What takes slices, in memory of its own if it opens one; on a device it may copy them later, at the latest in `settle_slices`.
+
+    `launch_slices` begins those copies and returns what `slices_copied` asks about, None where all are over.
+    """
 
     def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> Any: ...
     def close_slice(self, filled: Any) -> None: ...
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
+    def launch_slices(self) -> object | None: ...
+    def slices_copied(self, launched: Any) -> bool: ...
     def settle_slices(self) -> None: ...
 
 
 class BucketSource(Protocol):
     """Where a bucket's bytes are; `slice_bytes` is the most that it gives at once.
 
-    `values` are readable until the next call, or `stays`; a source that copies them anyway does so into the memory that it is given.
+    `values` are readable until the next call, or until the bucket ends (`stays`), and another bucket may begin before that where their
+    memory is the bucket's `own`; a source that copies them anyway does so into the memory that it is given.
     """
 
     slice_bytes: int
+
+    @property
+    def own(self) -> bool: ...
 
     @property
     def stays(self) -> bool: ...
@@ -108,10 +129,17 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
             made, moved = made + 1, moved + count * item
             if made >= slices or moved >= num_bytes:
                 made = moved = 0
-                yield False
+                if source.own:
+                    engine.launch_slices()
+                yield Pace.GO_ON
         if opened is not None:
             engine.close_slice(opened)
-    engine.settle_slices()
+    if not source.own:
+        engine.settle_slices()
+        return
+    launched = engine.launch_slices()
+    while launched is not None and not engine.slices_copied(launched):
+        yield Pace.COPIES
 
 
 def device_uuid(device: torch.device) -> bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rollout.errors import TransportUnavailable
 from rollout.service.weight_intake.files import open_own_file
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Steps, bytes_of, refused
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, HostBounce, Pace, Steps, bytes_of, refused
 from rollout.wire.weight_handles import SEGMENT_HEAD_BYTES, SEGMENT_MAGIC, MemfdHandle, SharedHandle, TensorPiece, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -225,6 +225,8 @@ class SegmentSource:
         """Whether it is read in place, not through the bounce buffer."""
         return self._pinned is not None
 
+    own = stays
+
     def prepare(self) -> Steps:
         """Check the segment's head. Raises: TransportUnavailable, BucketRefused."""
         head = os.pread(self._fd, HEAD.size, 0)
@@ -233,7 +235,7 @@ class SegmentSource:
             raise _unavailable(_name_of(self._handle), "its head does not hold what the trainer wrote")
         if bucket != self._bucket:
             raise refused(self._bucket, "its segment was filled anew", f"it holds bucket {bucket} now", "wait for a bucket's answer first")
-        yield False
+        yield Pace.GO_ON
 
     def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
         """Return elements of a piece: in place if pinned, else copied into `into` or the bounce buffer. Raises: BucketRefused."""

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from areno.errors import ManifestMismatch
-from rollout.errors import BucketRefused, InvalidRequest, NoUpdate, TransportUnavailable
+from rollout.errors import BucketRefused, InvalidRequest, NoUpdate, TransportUnavailable, WeightUpdateError
 from rollout.service.weight_intake import StagedFile, WeightIntake
 from rollout.wire.messages import parse_fields
 from rollout.wire.weight_handles import WeightsStageBucket
@@ -316,3 +316,75 @@ def test_bytes_that_wait_are_bounded(intake: WeightIntake, monkeypatch: pytest.M
 
 def test_the_tensors_of_the_fake_are_these() -> None:
     assert {name: list(shape) for name, (_, shape) in TENSORS.items()} == {piece["name"]: piece["shape"] for piece in (FIRST, SECOND)}
+
+
+class CopyingEngine(FakeEngine):
+    """An engine whose device has copied so many launches as `copied` says."""
+
+    def __init__(self) -> None:
+        super().__init__(model="x")
+        self.launched = self.copied = self.settled = 0
+
+    def launch_slices(self) -> Any:
+        """Begin a copy, known by its number."""
+        self.launched += 1
+        return self.launched
+
+    def slices_copied(self, launched: Any) -> bool:
+        """Return whether the device has come so far."""
+        return int(launched) <= self.copied
+
+    def settle_slices(self) -> None:
+        """Wait for everything."""
+        self.settled += 1
+        self.copied = self.launched
+
+
+@pytest.fixture
+def copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CopyingEngine, WeightIntake]:
+    monkeypatch.setattr("rollout.service.weight_intake.frames.FramesSource.own", True)
+    # Settled after each slice it would never be late.
+    monkeypatch.setattr("rollout.service.weight_intake.frames.FramesSource.stays", True)
+    engine = CopyingEngine()
+    intake = WeightIntake(engine, tmp_path)
+    intake.begin("u", 1, None, partial=False)
+    for number, piece in enumerate((FIRST, SECOND)):
+        body, content = in_frames(bucket=number, pieces=[piece])
+        intake.stage_bucket(bytes([number]), body, content)
+    return engine, intake
+
+
+def test_a_bucket_is_taken_while_the_device_copies_the_one_before_and_each_is_answered_when_it_is_copied(
+    copying: tuple[CopyingEngine, WeightIntake],
+) -> None:
+    engine, intake = copying
+    assert [intake.advance() for _ in range(30)] == [None] * 30
+    taken = engine.launched
+    assert taken >= 2 and intake.busy and not intake.waits
+    with pytest.raises(WeightUpdateError, match="2 files or buckets"):
+        intake.commit("u", None, *NO_CANARIES)
+    assert engine.settled, "what the device reads from is not given back before"
+
+
+def test_answers_come_in_order_once_the_device_has_copied(copying: tuple[CopyingEngine, WeightIntake]) -> None:
+    engine, intake = copying
+    for _ in range(30):
+        assert intake.advance() is None
+    engine.copied = engine.launched - 1
+    assert finish(intake) == StagedFile(b"\0", None)
+    assert [intake.advance() for _ in range(5)] == [None] * 5
+    engine.copied = engine.launched
+    assert finish(intake) == StagedFile(b"\1", None) and not intake.busy
+    assert intake.inspected("u") and intake.commit("u", None, *NO_CANARIES).num_tensors == 2
+    assert not engine.settled
+
+
+def test_an_update_that_is_dropped_waits_for_the_device_first(copying: tuple[CopyingEngine, WeightIntake]) -> None:
+    engine, intake = copying
+    for _ in range(10):
+        assert intake.advance() is None
+    intake.abort("u")
+    assert engine.settled and engine.copied == engine.launched
+    ends = [intake.advance() for _ in range(2)]
+    assert {end.call_id for end in ends if end is not None} == {b"\0", b"\1"}
+    assert all(end is not None and isinstance(end.error, NoUpdate) for end in ends) and not intake.busy
