@@ -16,13 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
+from rollout import serve_options
 from rollout.client.blocking import connect
-from rollout.config import ServiceConfig, default_threads
+from rollout.config import ServiceConfig
 from rollout.environment_report import Finding, environment_report
 from rollout.errors import RolloutError, error_fields, error_from_fields
 from rollout.key_commands import app as keys_app
 from rollout.keys import LOCAL, KeyFolder
-from rollout.service.engine_host import checked_options, option_default
+from rollout.service.engine_host import checked_options
 from rollout.service.logs import set_up_logging
 
 app = typer.Typer(
@@ -71,123 +72,58 @@ def _with_flags(text: str, field: str | None) -> str:
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Option(help="Folder of the model (Hugging Face layout).")],
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="ipc:///path, tcp://HOST:PORT or tcp://[IPv6]:PORT; TCP is encrypted.", show_default="a local socket in the state folder"
-        ),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on the CPU, bfloat16 on CUDA")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=option_default("device"))] = None,
-    max_rows: Annotated[
-        int | None, typer.Option(help="Requests that decode at the same time.", show_default="64 on the CPU, 256 on CUDA")
-    ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.", show_default="16 on the CPU, 64 on CUDA")] = None,
-    num_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Pages of the KV pool.",
-            show_default="what every row could fill, on the CPU at most 1 GiB or one whole context, on CUDA what memory allows",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus output in tokens.", show_default="the model's, at most 32768")
-    ] = None,
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prefill tokens in one step.", show_default="512 on the CPU, 8192 on CUDA")
-    ] = None,
-    run_ahead: Annotated[
-        int | None,
-        typer.Option(help="Launches in flight beyond the one being read, 0 to 3.", show_default="0 on the CPU, 2 on CUDA"),
-    ] = None,
-    decode_tables: Annotated[str | None, typer.Option(help="resident or rebuilt.", show_default=option_default("decode_tables"))] = None,
-    sampling_slots: Annotated[
-        int | None,
-        typer.Option(
-            help="Rows that may use penalties, biases or forced ids at the same time.", show_default=option_default("sampling_slots")
-        ),
-    ] = None,
-    gpu_memory_fraction: Annotated[
-        float | None,
-        typer.Option(help="Share of a CUDA device's memory that may be used.", show_default=option_default("gpu_memory_fraction")),
-    ] = None,
-    hint_share: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the KV pool that prefixes of episodes waiting for a tool may hold; 0 ignores their hints.",
-            show_default=option_default("hint_share"),
-        ),
-    ] = None,
-    result_transport: Annotated[
-        str | None,
-        typer.Option(
-            help="How results leave a CUDA device: mapped (launches write host memory), copy, or auto: mapped if a probe agrees.",
-            show_default=option_default("result_transport"),
-        ),
-    ] = None,
-    weight_staging: Annotated[
-        str | None,
-        typer.Option(
-            help="Where an update's weights wait on a CUDA device: device, host (pinned memory), or auto: on the device if they fit.",
-            show_default=option_default("weight_staging"),
-        ),
-    ] = None,
-    graphs: Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps on CUDA.", show_default="on")] = None,
-    load_format: Annotated[
-        str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))
-    ] = None,
-    kept_ids: Annotated[bool | None, typer.Option("--kept-ids", help="Let requests ask for the ids that their filters kept.")] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(help="Ranks that share the model, one process and one device each.", show_default=option_default("tp")),
-    ] = None,
-    rank_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="How long a rank may show no sign of life before the engine is started anew.",
-            show_default=option_default("rank_timeout_s"),
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed from which missing request seeds are drawn.", show_default="drawn")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of the engine.", show_default=f"half of the usable cores: {default_threads()} here")
-    ] = None,
-    weights_dir: Annotated[
-        str | None, typer.Option(help="Folder below which weight files are taken.", show_default="weights in the state folder")
-    ] = None,
-    keep_last: Annotated[
-        str | None,
-        typer.Option(help="File that keeps the newest pushed weights, for a restart of the engine.", show_default="none is kept"),
-    ] = None,
-    state_dir: Annotated[str | None, typer.Option(help="State folder.", show_default="ARENO_STATE_DIR, else the user's")] = None,
-    lease_s: Annotated[float, typer.Option(help="How long a silent client keeps its requests, in seconds.")] = 30.0,
-    max_requests: Annotated[int, typer.Option(help="Most requests at the same time, waiting ones included.")] = 16_384,
-    max_client_requests: Annotated[
-        int | None, typer.Option(help="Most requests of one client at the same time.", show_default="max_requests")
-    ] = None,
-    host_timeout_s: Annotated[
-        float, typer.Option(help="How long an engine host that owes something may be silent before it is replaced, in seconds.")
-    ] = 120.0,
-    drain_s: Annotated[float, typer.Option(help="How long requests may end after a first SIGTERM or Ctrl-C, in seconds.")] = 10.0,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port on loopback for Prometheus; 0 takes a free one.", show_default="none")
-    ] = None,
-    log_format: Annotated[str, typer.Option(help="text, or json for one object a line.")] = "text",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Take TCP connections from anybody and without encryption.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line when ready and one when stopped or failed.")] = False,
+    model: serve_options.Model,
+    address: serve_options.Address = None,
+    dtype: serve_options.Dtype = None,
+    device: serve_options.Device = None,
+    max_rows: serve_options.MaxRows = None,
+    page_size: serve_options.PageSize = None,
+    num_pages: serve_options.NumPages = None,
+    max_model_len: serve_options.MaxModelLen = None,
+    max_prefill_tokens: serve_options.MaxPrefillTokens = None,
+    run_ahead: serve_options.RunAhead = None,
+    decode_tables: serve_options.DecodeTables = None,
+    sampling_slots: serve_options.SamplingSlots = None,
+    gpu_memory_fraction: serve_options.GpuMemoryFraction = None,
+    hint_share: serve_options.HintShare = None,
+    result_transport: serve_options.ResultTransport = None,
+    weight_staging: serve_options.WeightStaging = None,
+    graphs: serve_options.Graphs = None,
+    load_format: serve_options.LoadFormat = None,
+    kept_ids: serve_options.KeptIds = None,
+    tp: serve_options.TensorParallel = None,
+    rank_timeout_s: serve_options.RankTimeoutS = None,
+    seed: serve_options.Seed = None,
+    threads: serve_options.Threads = None,
+    weights_dir: serve_options.WeightsDir = None,
+    keep_last: serve_options.KeepLast = None,
+    state_dir: serve_options.StateDir = None,
+    lease_s: serve_options.LeaseS = 30.0,
+    max_requests: serve_options.MaxRequests = 16_384,
+    max_client_requests: serve_options.MaxClientRequests = None,
+    host_timeout_s: serve_options.HostTimeoutS = 120.0,
+    drain_s: serve_options.DrainS = 10.0,
+    metrics_port: serve_options.MetricsPort = None,
+    log_format: serve_options.LogFormat = "text",
+    insecure: serve_options.Insecure = False,
+    as_json: serve_options.ServeJson = False,
 ) -> None:
     """Serve a model until stopped."""
+    given = {name: value for name, value in locals().items() if name != "as_json"}
+    _serve(given, as_json=as_json)
+
+
+def _serve(options: Mapping[str, Any], *, as_json: bool) -> None:
     from rollout.service.front import serve as run_service
 
-    options = {name: value for name, value in locals().items() if name not in ("as_json", "run_service")}
+    address, state_dir = options["address"], options["state_dir"]
 
     def on_event(event: str, fields: Mapping[str, object]) -> None:
         if as_json:
             _print_json({"event": event, **fields})
         if event == "ready":
             argument = json.dumps(fields["address"]) if address or state_dir else ""
-            if state_dir and str(fields["address"]).startswith("tcp:") and not insecure:
+            if state_dir and str(fields["address"]).startswith("tcp:") and not options["insecure"]:
                 # A client that does not know this state folder finds no key by itself.
                 argument += f", key={json.dumps(str(KeyFolder(config.state.keys).path(LOCAL)))}"
             said = SNIPPET.format(address=fields["address"], argument=argument)
