@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from rollout.client import operations
 from rollout.client.client import AsyncClient, load_tokenizer
@@ -285,9 +285,20 @@ class Client:
         trainer_step: int | None = None,
         restore: int | None = None,
         partial: bool = False,
+        timeout_s: float | None = None,
     ) -> UpdateTicket:
-        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Blocks. Raises: UpdateBusy, ManifestMismatch."""
-        return self._run(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
+        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Blocks: at most `timeout_s`, if that is given.
+
+        An update that is opened after the wait has ended is aborted. Raises: UpdateBusy, ManifestMismatch, ServerUnavailable after
+        `timeout_s`.
+        """
+        operation = operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial)
+        call = self._call(operation)
+        try:
+            return cast(UpdateTicket, CallHandle(call, operation).result(timeout_s))
+        except BaseException:
+            self._connection.forget(call)
+            raise
 
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None, timeout_s: float | None = None) -> None:
         """Stage a safetensors file below `info().weights_dir`. Blocks: at most `timeout_s`, if that is given.
@@ -331,17 +342,22 @@ class Client:
         canaries: Sequence[CanarySpec] = (),
         mode: str = "inflight",
         drain_s: float = 60.0,
+        timeout_s: float | None = None,
     ) -> UpdateReport:
-        """Prove and publish an update. Blocks. Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate.
+        """Prove and publish an update. Blocks: for evaluations under way and `drain_s`; in all at most `timeout_s`, if that is given.
 
+        After `timeout_s` the commit goes on, and `info().version` tells how it ended.
+        Raises: DigestMismatch, CanaryMismatch, ManifestMismatch, NoUpdate, DrainTimeout, ServerUnavailable after `timeout_s`.
         `mode`: running requests go on ("inflight"), are waited for while new ones queue ("drain", for `drain_s` seconds, then
         DrainTimeout, and the update stays open), or are cut and go on by themselves as new requests ("abort_requests").
         """
-        return self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries, mode=mode, drain_s=drain_s))
+        operation = operations.weights_commit(update_id, digests=digests, canaries=canaries, mode=mode, drain_s=drain_s)
+        return cast(UpdateReport, CallHandle(self._call(operation), operation).result(timeout_s))
 
-    def weights_abort(self, update_id: str) -> None:
-        """Drop an update; idempotent. Blocks."""
-        self._run(operations.weights_abort(update_id))
+    def weights_abort(self, update_id: str, *, timeout_s: float | None = None) -> None:
+        """Drop an update; idempotent. Blocks: at most `timeout_s`, if that is given. Raises: ServerUnavailable after it."""
+        operation = operations.weights_abort(update_id)
+        CallHandle(self._call(operation), operation).result(timeout_s)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the model folder's tokenizer files by name. Blocks."""

@@ -37,7 +37,7 @@ from rollout.client.parameters import (
     shows_options,
     tool_wait_fields,
 )
-from rollout.client.pending import DeltaCursor, StreamRecord
+from rollout.client.pending import Call, DeltaCursor, StreamRecord
 from rollout.client.results import CanarySpec, CancelResult, Delta, Generation, Score, ServiceInfo, UpdateReport, UpdateTicket
 from rollout.errors import ClientUnusable, InvalidConfig, InvalidRequest, RolloutError, Unavailable
 from rollout.option_names import OTHER_OPTIONS, checks_names
@@ -134,8 +134,11 @@ class AsyncClient:
         """The service's address."""
         return self._connection.address
 
+    def _call(self, operation: Operation[Any]) -> Call:
+        return self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+
     async def _run(self, operation: Operation[T]) -> T:
-        call = self._connection.call(operation.op, operation.fields, operation.arrays or None, control=operation.control)
+        call = self._call(operation)
         await wait_async(call)
         return operation.read(answer(call))
 
@@ -278,8 +281,18 @@ class AsyncClient:
         restore: int | None = None,
         partial: bool = False,
     ) -> UpdateTicket:
-        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Raises: UpdateBusy, ManifestMismatch."""
-        return await self._run(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
+        """Open a weight update. `manifest`: name -> {"dtype", "shape"}. Raises: UpdateBusy, ManifestMismatch.
+
+        An update that is opened after the await was cancelled is aborted.
+        """
+        operation = operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial)
+        call = self._call(operation)
+        try:
+            await wait_async(call)
+            return operation.read(answer(call))
+        except BaseException:
+            self._connection.forget(call)
+            raise
 
     async def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
         """Stage a safetensors file below `info().weights_dir`. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""

@@ -119,7 +119,7 @@ class Connection:
         """Send a call and return what to wait for."""
         self.check()
         request_id = new_token()
-        call = Call(request_id, encode(op, request_id, fields, arrays), time.monotonic())
+        call = Call(request_id, encode(op, request_id, fields, arrays), time.monotonic(), opens=op is Op.WEIGHTS_BEGIN)
         self._io.call(call, control=control)
         self._ended_meanwhile(call)
         return call
@@ -166,6 +166,11 @@ class Connection:
         """Fail what was posted while the I/O thread was ending and may not look any more."""
         if self._io.closed is not None and not pending.done:
             pending.error, pending.done = self._io.closed, True
+
+    def forget(self, call: Call) -> None:
+        """Wait for a call's answer no more; what it opens is closed when it comes. Idempotent, never raises."""
+        if os.getpid() == self._pid:
+            self._io.forget(call)
 
     def abandon(self, record: StreamRecord) -> None:
         """Cancel a generation that nobody waits for any more; idempotent, never raises."""

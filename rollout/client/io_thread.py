@@ -27,6 +27,7 @@ from rollout.client.loop_posts import LoopPosts
 from rollout.client.pending import Call, Pending, StreamRecord
 from rollout.client.resubmission import continued_frames, is_cut, joined_ending
 from rollout.client.roster import Changes, Roster
+from rollout.client.unclaimed import Unclaimed
 from rollout.errors import (
     AccessDenied,
     ClientClosed,
@@ -70,6 +71,7 @@ class IoThread:
         # Streams that one message began together, by that message's id: an error under it is every one's.
         self._groups: dict[bytes, set[StreamRecord]] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
+        self._unclaimed = Unclaimed()
         self._commands: deque[Callable[[], None]] = deque()
         # Sockets rather than a pipe: once closed they refuse, while a closed descriptor's number may be somebody else's.
         self._wake_in, self._wake_out = socket.socketpair()
@@ -132,6 +134,18 @@ class IoThread:
             self._start(call, self._control if control else self._data)
 
         self.post(start)
+
+    def forget(self, call: Call) -> None:
+        """Drop a call whose caller no longer waits."""
+
+        def drop() -> None:
+            self._calls.pop(call.request_id, None)
+            if call.done and call.reply is None:
+                return
+            self._unclaimed.add(call)
+            self._end_unclaimed(call.reply)
+
+        self.post(drop)
 
     def say(self, frames: list[Frame]) -> None:
         """Send a message that has no answer; lost with the connection."""
@@ -269,6 +283,7 @@ class IoThread:
         for pending in everything:
             error = verdict(pending) if not pending.done else None
             if error is not None:
+                self._unclaimed.add(pending)
                 self._end(pending, error)
 
     def _end(self, pending: Pending, error: RolloutError | None = None) -> None:
@@ -378,6 +393,13 @@ class IoThread:
             if call is not None:
                 call[0].reply = packet
                 self._end(call[0])
+            else:
+                self._end_unclaimed(packet)
+
+    def _end_unclaimed(self, answer: Packet | None) -> None:
+        frames = self._unclaimed.abort(answer)
+        if frames is not None and self._control is not None:
+            self._control.send(frames)
 
     def _welcomed(self, link: Link, hello_id: bytes, body: Welcome) -> None:
         if hello_id != link.hello_id:
@@ -446,6 +468,7 @@ class IoThread:
         elif request_id == NO_REQUEST:
             log.warning("the service says: %s", error)
         else:
+            self._unclaimed.refused(request_id)
             call = self._calls.get(request_id)
             pending = call[0] if call is not None else self._stream(request_id)
             for one in (pending,) if pending is not None else tuple(self._groups.get(request_id, ())):

@@ -68,12 +68,13 @@ class Pending:
 
 
 class Call(Pending):
-    """One message with one answer."""
+    """One message with one answer. `opens` tells that the answer says what was opened, to be closed where nobody waits for it."""
 
-    __slots__ = ("reply",)
+    __slots__ = ("opens", "reply")
 
-    def __init__(self, request_id: bytes, frames: list[Frame], since: float) -> None:
+    def __init__(self, request_id: bytes, frames: list[Frame], since: float, *, opens: bool = False) -> None:
         super().__init__(request_id, frames, since)
+        self.opens = opens
         self.reply: Packet | None = None
 
     def result(self) -> Packet:

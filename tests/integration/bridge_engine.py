@@ -45,6 +45,7 @@ class EngineWeights:
         trainer_step: int | None = None,
         restore: int | None = None,
         partial: bool = False,
+        timeout_s: float | None = None,
     ) -> Any:
         specs = None if manifest is None else {name: (spec["dtype"], tuple(spec["shape"])) for name, spec in manifest.items()}
         self._updates += 1
@@ -82,7 +83,7 @@ class EngineWeights:
         counts = np.array([len(canary.ids) for canary in canaries])
         return self.intake.commit(update_id, digests, packed[0], counts, packed[1], [canary.temperature for canary in canaries])
 
-    def weights_abort(self, update_id: str) -> None:
+    def weights_abort(self, update_id: str, *, timeout_s: float | None = None) -> None:
         self.intake.abort(update_id)
 
 

@@ -62,13 +62,13 @@ def gaps(generation: rollout.Generation, models: dict[int, Any], policy: str) ->
     expected = np.array([whole[int(version)][index] for index, version in enumerate(generation.versions)])
     new = generation.versions == generation.versions[-1]
     if policy == "keep" and not new.all():
-        number, commit = np.arange(NEW_TOKENS), int(np.argmax(new))
+        number, commit = np.arange(len(generation.ids)), int(np.argmax(new))
         rebuilt = np.array([0, *generation.kv_rebuilt_at]) - len(generation.prompt_ids)
         # Since its last rebuild the row holds what `kv_spans` says; before its first one after the commit, what the commit found.
         spans = reference_keep_logprobs(models, ids, expand_spans(generation.kv_spans, len(ids) - 1))[first:]
         found = np.where(np.arange(len(ids) - 1) < first + commit, generation.versions[0], generation.versions[-1])
         kept = reference_keep_logprobs(models, ids, found)[first:]
-        untouched = new & (number < min([NEW_TOKENS, *rebuilt[rebuilt >= commit]]))
+        untouched = new & (number < min([len(number), *rebuilt[rebuilt >= commit]]))
         expected = np.where(untouched, kept, expected)
         expected = np.where(new & (number >= rebuilt.max()), spans, expected)
     return np.abs(generation.logprobs - expected)

@@ -186,8 +186,11 @@ def test_a_staged_push_lets_the_trainer_write_its_weights_at_once(client: Any) -
     assert_serves(client, model_of(9))
 
 
-def test_a_hundred_pushes_that_change_nothing_leave_logprobs_and_memory_as_they_were(service: rollout.LocalService, client: Any) -> None:
-    push = WeightPush(client, model_of(10), allow_unchanged=True, canary_ids=[IDS[:5]])
+@pytest.mark.parametrize("transport", ["memory", *(pytest.param(one, marks=pytest.mark.long) for one in TRANSPORTS[1:])])
+def test_a_hundred_pushes_that_change_nothing_leave_logprobs_and_memory_as_they_were(
+    service: rollout.LocalService, client: Any, transport: str
+) -> None:
+    push = WeightPush(client, model_of(10), allow_unchanged=True, canary_ids=[IDS[:5]], transport=transport)
     push.push()
     before = client.score(IDS).token_logprobs
     processes = [psutil.Process(), *psutil.Process(service.pid).children(), psutil.Process(service.pid)]

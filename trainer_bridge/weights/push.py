@@ -72,7 +72,8 @@ class WeightPush:
     fixed ones). `autocast`: makes the context that training runs its forward in, for example
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `allow_unchanged`: accept pushes that change nothing; weights that the
     service lost and asks for (`info().needs_weights`) are never such a push. `transport`: "auto" takes the fastest that works,
-    see `transport.py`. `bucket_bytes`: how much goes at once. `timeout_s`: how long the service may take to stage a bucket.
+    see `transport.py`. `bucket_bytes`: how much goes at once. `timeout_s`: how long the service may take to
+    open an update, to stage a bucket or to abort; a commit ends by the service's own bounds (`host_timeout_s`, evaluations, `drain_s`).
     `process_group`: the ranks that push together, by default all of torch.distributed; None for this process alone.
     Raises: InvalidOption, PushError without a running engine.
     """
@@ -113,7 +114,7 @@ class WeightPush:
                 limit="a torch.nn.Module",
                 remedy="pass the model that is trained, or leave it out and name tensors: push(named_parameters)",
             )
-        self._client, self._model = client, model
+        self._client, self._model, self._timeout_s = client, model, timeout_s
         self._autocast = autocast
         self._changes = ChangeWatch(allowed=allow_unchanged)
         self._pending: PendingPush | None = None
@@ -237,7 +238,9 @@ class WeightPush:
         update.regained = info.needs_weights is not None
         self._changes.begin(foreign=update.regained or info.version != self._version)
         manifest = manifest_of(sources, dtype=self._dtype, head_is_tied=ties_head(self._model)) if shapes_known else None  # type: ignore[arg-type]
-        ticket = self._talker.weights_begin(manifest, trainer_step=update.trainer_step, restore=update.restore, partial=update.partial)
+        ticket = self._talker.weights_begin(
+            manifest, trainer_step=update.trainer_step, restore=update.restore, partial=update.partial, timeout_s=self._timeout_s
+        )
         update.update_id = ticket.update_id
         self._transport.open(info, update.update_id)
         return {}
@@ -333,7 +336,7 @@ class WeightPush:
             return
         self._transport.abort()
         try:
-            self._talker.weights_abort(update.update_id)
+            self._talker.weights_abort(update.update_id, timeout_s=self._timeout_s)
         except Exception as second:  # The first error is the one to report; the service drops the update with our lease.
             error.add_note(f"the abort of the update failed too: {second}")
 

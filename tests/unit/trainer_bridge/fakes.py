@@ -124,6 +124,7 @@ class FakeWeightService:
         trainer_step: int | None = None,
         restore: int | None = None,
         partial: bool = False,
+        timeout_s: float | None = None,
     ) -> Any:
         self._reach("begin" if restore is None else "restore")
         assert restore in (None, self.needs_weights)
@@ -178,6 +179,6 @@ class FakeWeightService:
             warning=None,
         )
 
-    def weights_abort(self, update_id: str) -> None:
+    def weights_abort(self, update_id: str, *, timeout_s: float | None = None) -> None:
         self._reach("abort")
         self.staged = None
