@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,21 +77,30 @@ def test_the_ranks_hold_every_element_and_their_digests_add_up(size: int, tmp_pa
     assert held < 1.5 * sum(tensor.numel() for tensor in tensors.values()), "matrices are cut, not copied"
 
 
-def test_only_a_ranks_part_of_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_checkpoint(tmp_path, "llama")
-    monkeypatch.setattr("areno.weights.load.safe_open", _SliceOnly)
-    run_ranks(2, lambda group: load_part(folder, group))
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_a_ranks_part_of_a_tensor_is_read(tied: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, "llama", tie_word_embeddings=tied, **ODD)
+    monkeypatch.setattr("areno.weights.load.safe_open", _CountingFile)
+    _CountingFile.num_bytes.clear()
+    parts = run_ranks(size, lambda group: (load_part(folder, group), _CountingFile.num_bytes[threading.get_ident()]))
+    whole = sum(tensor.nbytes for tensor in checkpoint_tensors(folder).values())
+    for part, num_bytes in parts:
+        # Norms and the biases of summed projections are read by several; a key and value head that neighbours hold by both.
+        assert num_bytes == sum(view.nbytes for view in part.table.views.values()) < 1.35 * whole / size
 
 
-class _SliceOnly:
-    """A safetensors file that gives no whole tensors."""
+class _CountingFile:
+    """A safetensors file that counts the bytes of what is taken from it, by thread; tensors that are cut are not given whole."""
+
+    num_bytes: Counter[int] = Counter()
 
     def __init__(self, *args: object, **options: object) -> None:
         import safetensors
 
         self._file = safetensors.safe_open(*args, **options)
 
-    def __enter__(self) -> _SliceOnly:
+    def __enter__(self) -> _CountingFile:
         self._file.__enter__()
         return self
 
@@ -98,8 +110,21 @@ class _SliceOnly:
     def keys(self) -> list[str]:
         return list(self._file.keys())
 
-    def get_slice(self, name: str) -> object:
-        return self._file.get_slice(name)
+    def get_slice(self, name: str) -> _CountingSlice:
+        return _CountingSlice(self._file.get_slice(name))
+
+
+class _CountingSlice:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def get_shape(self) -> list[int]:
+        return list(self._inner.get_shape())
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        taken: torch.Tensor = self._inner[place]
+        _CountingFile.num_bytes[threading.get_ident()] += taken.nbytes
+        return taken
 
 
 def test_a_checkpoint_that_differs_between_ranks_is_refused_by_all(tmp_path: Path) -> None:
