@@ -3,7 +3,7 @@
     prompt -> act -> observe -> act -> ... -> finish          rows() at any time
 
 An `Episode` owns its token record, its conversation and its standing; nobody else writes them. It sends ids and keeps the ids that
-come back: the next prompt is always the row so far, never a text encoded again. It talks to a service through the four calls of
+come back: the next prompt is always the row so far, never a text encoded again. It talks to a service through the five calls of
 `PolicyClient` and holds no connection of its own. Invariant: every sampled token is in exactly one row, with the log-probability
 and the weights' version that the service reported, and an episode that ended stays as it ended.
 """
