@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 T = TypeVar("T")
+STILL_HELD = "the service is alive; evaluations or running requests hold the commit, or its engine host does not answer"
 
 
 class Stream:
@@ -118,7 +119,7 @@ class CallHandle:
                 f"no answer to {self._operation.op.name} within {timeout_s:g} s",
                 field="timeout_s",
                 value=timeout_s,
-                limit="the service is alive and its engine host does not answer",
+                limit=STILL_HELD if self._operation.op is Op.WEIGHTS_COMMIT else "the service is alive and its engine host does not answer",
                 remedy="abort the update; see the service's log, and pass a larger timeout_s if its machine is only slow",
             )
         return self._operation.read(answer(self._call))

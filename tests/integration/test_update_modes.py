@@ -12,7 +12,7 @@ import pytest
 
 import rollout
 from rollout.agent import derive_seed
-from rollout.errors import DrainTimeout, VersionChanged
+from rollout.errors import DrainTimeout, ServerUnavailable, VersionChanged
 from tests.fakes import fake_ids, fake_logprobs, fake_service
 from tests.integration.test_service_weights import MANIFEST, digests_of, stage, tensors_of, wait_until, written
 
@@ -146,3 +146,20 @@ def test_an_evaluation_past_its_deadline_lets_the_commit_in_and_says_so(client: 
             assert evaluation.result(10)[0].finish_reason.kind == "expired"
         except VersionChanged as error:
             assert "larger deadline_s" in str(error)
+
+
+def test_a_commit_that_an_evaluation_holds_is_waited_for_as_long_as_asked_and_goes_on(client: Any) -> None:
+    version = client.info().version
+    with ThreadPoolExecutor(1) as pool:
+        evaluation = pool.submit(client.evaluate, [[1]], max_new_tokens=1000, seed=5)
+        wait_until(lambda: running(client))
+        with pytest.raises(ServerUnavailable, match=r"no answer to WEIGHTS_COMMIT within 0\.1 s") as refused:
+            push(client, 700.0, timeout_s=0.1)
+        assert (
+            refused.value.field == "timeout_s"
+            and "evaluations" in str(refused.value.limit)
+            and "larger timeout_s" in str(refused.value.remedy)
+        )
+        assert not evaluation.done() and client.info().version == version
+        assert set(evaluation.result(60)[0].versions.tolist()) == {version}
+    wait_until(lambda: client.info().version == version + 1)
