@@ -85,12 +85,16 @@ class Updates:
 
     def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
         """As `Engine.open_slice`."""
-        # The other ranks are told of values that have come.
-        return None if self._ranks.size > 1 else self._open_update().open_slice(name, start=start, count=count, spec=spec)
+        if self._ranks.size > 1:
+            # The other ranks are told of values that have come.
+            return None
+        with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
+            return self._open_update().open_slice(name, start=start, count=count, spec=spec)
 
     def close_slice(self, filled: OpenSlice) -> None:
         """As `Engine.close_slice`."""
-        self._open_update().close_slice(filled)
+        with device_errors(f"while a slice of {filled.name} was staged", out_of_memory=_no_room("stage", filled.name)):
+            self._open_update().close_slice(filled)
 
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """As `Engine.stage_slice`."""

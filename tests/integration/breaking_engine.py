@@ -57,13 +57,13 @@ class BreakingExecutor(Executor):
 
 
 class Breaking:
-    """Stands for a part of the engine and may break in one of its methods."""
+    """Stands for a part of the engine and may break in some of its methods."""
 
-    def __init__(self, part: Any, method: str, trigger: Trigger, place: str) -> None:
-        self._part, self._method, self._trigger, self._place = part, method, trigger, place
+    def __init__(self, part: Any, methods: tuple[str, ...], trigger: Trigger, place: str) -> None:
+        self._part, self._methods, self._trigger, self._place = part, methods, trigger, place
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._method:
+        if name in self._methods:
             self._trigger.reach(self._place)
         return getattr(self._part, name)
 
@@ -73,9 +73,11 @@ def load_breaking_engine(*, trigger: str, **options: Any) -> Engine:
     engine = Engine(EngineConfig(**options))
     breaks = Trigger(Path(trigger))
     engine._executor = engine._updates._executor = BreakingExecutor(engine, breaks)
-    engine._forward = Breaking(engine._forward, "score", breaks, "score")  # type: ignore[assignment]
+    engine._forward = Breaking(engine._forward, ("score",), breaks, "score")  # type: ignore[assignment]
     updates = engine._updates
     open_update = updates._open_update
-    updates._open_update = lambda: Breaking(open_update(), "stage_slice", breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
-    updates._proof = Breaking(updates._proof, "measure", breaks, "proof")  # type: ignore[assignment]
+    # A slice is filled where it is staged, or handed over.
+    slices = ("open_slice", "stage_slice")
+    updates._open_update = lambda: Breaking(open_update(), slices, breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
+    updates._proof = Breaking(updates._proof, ("measure",), breaks, "proof")  # type: ignore[assignment]
     return engine
