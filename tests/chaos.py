@@ -62,7 +62,8 @@ CONNECT_S = 25.0
 CLIENT_S = 10.0
 # A load may itself be stopped when it would learn of a kill, on a machine that has other things to do.
 LATE_S = 2 * LEASE_S + 5.0
-# A new host takes seconds on a busy machine: seldom enough that there is something to lose.
+# A new host takes seconds on a busy machine: seldom enough that there is something to lose, and mostly not before it serves.
+SPARED = 0.75
 HARM = (*["kill load"] * 4, "stop load", "kill host", "stop host", "hang host", "kill front", *["kill trainer"] * 2)
 # A front's numbers die with it: the proof is made of the last one's, which gets the rest of the time.
 FRONTS_UNTIL, SETTLED_AT = 0.45, 0.5
@@ -403,6 +404,8 @@ class Chaos:
             what = "kill host"
         elif FRONTS_UNTIL / 2 < elapsed < FRONTS_UNTIL and not self._done["kill front"]:
             what = "kill front"
+        if what.endswith("host") and self._draw.random() < SPARED and self._client.info().health not in ("ready", "updating"):
+            what = "kill load"
         self._done[what] += 1
         if what == "kill front":
             self._replace_front()
