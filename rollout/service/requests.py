@@ -208,7 +208,7 @@ class RequestDesk:
             if record is None:
                 gone = self._ledger.is_gone(session.number, request_id)
                 error = Gone(
-                    f"request {request_id.hex()} {'ended and was acknowledged' if gone else 'is not known'}", remedy="submit a new one"
+                    f"request {request_id.hex()} {'ended and was acknowledged' if gone else 'is not known'}", remedy="draw a new request id"
                 )
             elif not 0 <= offset <= int(self._ledger.tokens.lengths[record.row]):
                 error = InvalidRequest(
