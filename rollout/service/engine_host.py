@@ -130,12 +130,14 @@ def requests_of(body: Submit, arrays: Arrays) -> list[Request]:
         logprobs=params.logprobs,
         prompt_logprobs_from=params.prompt_logprobs_from,
         return_kept_ids=params.return_kept_ids,
+        seed=body.seeds[0],
     )
     return [
         Request(
             request_id=engine_id,
             prompt_ids=arrays["prompt_ids"],
-            sampling=replace(sampling, seed=seed),
+            # Made anew, and checked again, for further members only.
+            sampling=sampling if seed == sampling.seed else replace(sampling, seed=seed),
             lineage=params.lineage,
             cache_salt=params.cache_salt,
             kv_policy=params.kv_policy,
