@@ -7,16 +7,17 @@ logs and human text for a running service go to standard error.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout import serve_options
 from rollout.client.blocking import connect
 from rollout.config import ServiceConfig
 from rollout.environment_report import Finding, environment_report
@@ -25,6 +26,23 @@ from rollout.key_commands import app as keys_app
 from rollout.keys import LOCAL, KeyFolder
 from rollout.service.engine_host import checked_options
 from rollout.service.logs import set_up_logging
+
+
+def _loaded_when_used(name: str) -> ModuleType:
+    """Return a module that is executed when something of it is asked for first."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from rollout import serve_options
+else:
+    # The defaults that it shows are the engine's: they are read when a command runs, not when this is imported.
+    serve_options = _loaded_when_used("rollout.serve_options")
 
 app = typer.Typer(
     name="rollout", help="A rollout service for agentic RL.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
