@@ -9,20 +9,14 @@ import numpy as np
 
 from rollout.agent.chat import Message
 from rollout.agent.errors import ChatFormatError, InvalidEpisode
+from rollout.agent.option_values import check_seed
 from rollout.agent.tools import ToolResult
 
 
 def checked_seed(seed: Any) -> int:
     """Return a seed. Raises: InvalidEpisode."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidEpisode(
-            f"seed={seed!r}",
-            field="seed",
-            value=seed,
-            limit="an integer from 0 to 2**64 - 1",
-            remedy="pass one, or leave it out to draw one",
-        )
-    return seed
+    check_seed("seed", seed)
+    return int(seed)
 
 
 def checked_ids(ids: Any, *, allow_empty: bool = False) -> np.ndarray:

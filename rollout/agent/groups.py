@@ -23,6 +23,7 @@ from rollout.agent.episode import PolicyClient
 from rollout.agent.episode_run import RELEASE_WAIT_S, EpisodeRun
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
+from rollout.agent.option_values import check_count
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
@@ -36,7 +37,7 @@ LAST_RETRY_S = 1.0
 
 def k_done(k: int) -> CancelWhen:
     """Return a rule that lets the rest of a group go once `k` members were scored. Raises: InvalidEpisode."""
-    _check_count("k", k, 1)
+    check_count("k", k, 1)
     return lambda finished: sum(result.reward is not None for result in finished) >= k
 
 
@@ -45,7 +46,7 @@ def all_equal_bounded(low: float, high: float, *, at_least: int = 4) -> CancelWh
 
     All lost: no reward above `low`; all won: none below `high`. Such a group most likely teaches nothing. Raises: InvalidEpisode.
     """
-    _check_count("at_least", at_least, 1)
+    check_count("at_least", at_least, 1)
     if not low < high:
         raise InvalidEpisode(
             f"low={low!r}, high={high!r}", field="low", value=low, limit="low is below high", remedy="pass the reward's bounds"
@@ -79,7 +80,7 @@ class EpisodeGroup:
 
     def __post_init__(self) -> None:
         for name, least in (("members", 1), ("extra", 0), ("attempt", 0)):
-            _check_count(name, getattr(self, name), least)
+            check_count(name, getattr(self, name), least)
 
     def task(self, member: int, attempt: int) -> EpisodeTask:
         """Return one member's task; its draws follow from seed, member and attempt."""
@@ -280,8 +281,8 @@ async def run_groups(
     draws, up to `max_attempts` times in all. Groups are drawn when there is room. An error in a callback ends the run.
     Warns and raises: as `run_episodes`.
     """
-    _check_count("concurrency", concurrency, 1)
-    _check_count("max_attempts", max_attempts, 1)
+    check_count("concurrency", concurrency, 1)
+    check_count("max_attempts", max_attempts, 1)
     if info is None:
         info = await client.info()
     if format is None:
@@ -321,10 +322,3 @@ def sampled_tokens(result: EpisodeResult) -> int:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidEpisode(
-            f"{name}={value!r}", field=name, value=value, limit=f"an integer of at least {least}", remedy=f"set {name} within it"
-        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.agent.errors import InvalidEpisode
+from rollout.agent.option_values import check_count
 from rollout.option_names import checks_names
 
 
@@ -43,10 +44,7 @@ class EpisodeLimits:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidEpisode(
-                    f"{field.name}={value!r}", field=field.name, value=value, limit="an integer of at least 1", remedy=f"set {field.name}"
-                )
+            check_count(field.name, value, 1)
 
 
 def total_tokens(engine: Any, limits: EpisodeLimits) -> tuple[int, Limit]:

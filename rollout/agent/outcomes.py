@@ -10,6 +10,7 @@ from typing import Any
 from rollout.agent.environment import Environment
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import Limit
+from rollout.agent.option_values import check_count, check_seconds, check_seed
 from rollout.agent.record import EpisodeRow
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
@@ -59,6 +60,11 @@ class EpisodeTask:
     max_kv_lag: int = 4
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_seed("seed", self.seed)
+        for name in ("member", "attempt"):
+            check_count(name, getattr(self, name), 0)
+
     @property
     def episode_seed(self) -> int:
         """Return the seed of this member's draws."""
@@ -82,10 +88,7 @@ class PhaseTimeouts:
 
     def __post_init__(self) -> None:
         for name in ("reset_s", "act_s", "step_s", "score_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidEpisode(
-                    f"{name}={getattr(self, name)}", field=name, value=getattr(self, name), limit="above 0", remedy=f"set {name} in seconds"
-                )
+            check_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,6 +19,7 @@ from rollout.agent.episode import PolicyClient
 from rollout.agent.episode_run import EpisodeRun
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
+from rollout.agent.option_values import check_count
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.turn import TurnSampling
@@ -80,14 +81,7 @@ async def run_episodes(
     Cancelling the caller cancels every running request. Warns with `NoToolCalls` where tools were on offer and no call could be read.
     Raises: as `run_episode`; InvalidEpisode.
     """
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise InvalidEpisode(
-            f"concurrency={concurrency!r}",
-            field="concurrency",
-            value=concurrency,
-            limit="an integer of at least 1",
-            remedy="set concurrency",
-        )
+    check_count("concurrency", concurrency, 1)
     if info is None:
         info = await client.info()
     if format is None:

@@ -19,7 +19,9 @@ from rollout.agent.call_forms import DEFAULT_FORM, CallForm, WrittenCall, call_f
 from rollout.agent.call_reader import CallReader, opened_by_prompt
 from rollout.agent.deadline import call_within
 from rollout.agent.errors import InvalidTool, PhaseTimeout, ToolFailed
+from rollout.agent.option_values import check_count, check_seconds
 from rollout.agent.schema import function_schema, misfit
+from rollout.errors import shown
 from rollout.option_names import checks_names
 
 MAX_MESSAGE_CHARS = 300
@@ -89,28 +91,14 @@ class Tool:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z_][\w.-]{0,63}", self.name):
             raise InvalidTool(
-                f"the tool name {self.name!r} cannot be used",
+                f"the tool name {shown(self.name)} cannot be used",
                 field="name",
                 value=self.name,
                 limit="a letter, then up to 63 letters, digits or any of _ . -",
                 remedy="pass name=",
             )
-        if not self.timeout_s > 0:
-            raise InvalidTool(
-                f"timeout_s={self.timeout_s}",
-                field="timeout_s",
-                value=self.timeout_s,
-                limit="above 0",
-                remedy="pass the seconds that a call may take",
-            )
-        if self.max_output_chars < MAX_MESSAGE_CHARS:
-            raise InvalidTool(
-                f"max_output_chars={self.max_output_chars}",
-                field="max_output_chars",
-                value=self.max_output_chars,
-                limit=f"at least {MAX_MESSAGE_CHARS}",
-                remedy="raise it, or leave it out",
-            )
+        check_seconds("timeout_s", self.timeout_s, error=InvalidTool)
+        check_count("max_output_chars", self.max_output_chars, MAX_MESSAGE_CHARS, error=InvalidTool)
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], *, name: str | None = None, **options: Any) -> Tool:
@@ -139,6 +127,10 @@ class ToolLimits:
 
     max_call_chars: int = 65_536
     max_calls: int = 16
+
+    def __post_init__(self) -> None:
+        check_count("max_call_chars", self.max_call_chars, 1, error=InvalidTool)
+        check_count("max_calls", self.max_calls, 1, error=InvalidTool)
 
 
 @dataclass(slots=True)
