@@ -81,7 +81,7 @@ class AsyncStream:
         if cursor.over:
             raise StopAsyncIteration
         # Cheaper than to ask for the running loop, which asks the system for this process's number.
-        if news is None or news.thread != get_ident() or news.is_over:
+        if news is None or news.thread != get_ident() or news.loop.is_closed():
             if (delta := cursor.read()) is not None:
                 return delta
             news = self._listen()

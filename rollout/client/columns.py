@@ -108,16 +108,15 @@ class TokenLog:
 
     def append(self, first: int, flush: FlushColumns, start: int, stop: int) -> bool:
         """Take a part of a flush that begins with the log's token `first`; False, and nothing taken, if that is not the next one."""
-        length = self.length
-        if first != length or start >= stop:
+        if first != self.length or start >= stop:
             return False
         self._parts.append((first, flush, start, stop))
         if not flush.plain:
             self.plain = False
-        self._room -= flush.weight
         # After the part, so that a reader that sees the length also sees the tokens.
-        self.length = length + stop - start
-        if self._room <= 0:
+        self.length = first + stop - start
+        self._room = room = self._room - flush.weight
+        if room <= 0:
             self.settle()
         return True
 

@@ -18,7 +18,7 @@ from rollout.client.results import Delta
 
 
 class News:
-    """See the module. Used in one event loop; listens for as long as the stream lives.
+    """See the module. Used in one event loop, of one thread; listens for as long as the stream lives.
 
     A reader that waits when its tokens come gets them from here; one that does not looks at its stream once it asks again
     (`missed`). Apart from the stream that reads, which its record must not keep alive: a stream that nobody holds is abandoned.
@@ -32,15 +32,15 @@ class News:
         "_cursor",
         "_delta",
         "_listener",
-        "_loop",
         "_takes",
+        "loop",
         "missed",
         "thread",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cursor: DeltaCursor) -> None:
         self._asyncio_future_blocking = False
-        self._loop, self._cursor, self.thread = loop, cursor, threading.get_ident()
+        self.loop, self._cursor, self.thread = loop, cursor, threading.get_ident()
         # The waiting task's, and the context to go on in; none while no reader waits.
         self._callback: Callable[[News], None] | None = None
         self._context: contextvars.Context | None = None
@@ -48,15 +48,10 @@ class News:
         self._cancelled = self._takes = self.missed = False
         self._listener: Listener | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether their loop was closed; a thread runs one at a time."""
-        return self._loop.is_closed()
-
     def join(self, record: StreamRecord) -> None:
         """Begin to listen."""
         self._takes = record.takes_flushes
-        self._listener = record.listen(self.look, self._loop, each=True, sink=self)
+        self._listener = record.listen(self.look, self.loop, each=True, sink=self)
 
     def leave(self, record: StreamRecord) -> None:
         """Listen no more; idempotent."""
@@ -114,7 +109,7 @@ class News:
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         """Return the event loop."""
-        return self._loop
+        return self.loop
 
     def add_done_callback(self, callback: Callable[[News], None], *, context: contextvars.Context | None = None) -> None:
         """Take how to go on."""
@@ -127,7 +122,7 @@ class News:
         if callback is None:
             return False
         self._cancelled = True
-        self._loop.call_soon(callback, self, context=self._context)
+        self.loop.call_soon(callback, self, context=self._context)
         return True
 
     def result(self) -> None:
