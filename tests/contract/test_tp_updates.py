@@ -1,6 +1,6 @@
 """Weight updates of a cut model, with fused projections, biases and a tied head: no stale prefix, no half update, no wrong tensor.
 
-The field faults C23, C30 and C33 on 2 and 4 ranks, where a key and value head is held twice and the vocabulary is not divided evenly.
+Faults seen in the field, proved absent on 2 and 4 ranks, where a key and value head is held twice and the vocabulary is not divided evenly.
 The right values are those of transformers over whole checkpoints. Ranks are threads that are asked alike and must say the same.
 """
 
