@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import json
 import logging
@@ -414,6 +415,9 @@ def serve(config: ServiceConfig, on_event: OnEvent) -> RolloutError | None:
     front = Front(config, on_event)
     if config.watch_parent:
         ParentWatch(front.stop)
+    # What is loaded now stays. A collection that went through all of it would hold every stream up, for as long as some flushes.
+    gc.collect()
+    gc.freeze()
     return front.run()
 
 
