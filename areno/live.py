@@ -16,6 +16,7 @@ import numpy as np
 
 from areno.kv.prefix import OpenTail, Spans
 from areno.request import Request
+from areno.sampling.kept import MAX_KEPT
 from areno.sampling.slot_content import SlotContent
 from areno.sampling.variant import Variant
 from areno.step_output import FinishReason
@@ -97,6 +98,7 @@ class LiveRequest:
             stop_mask=sampling.min_new_tokens > 0 and self.stop_ids.size > 0,
             slots=sampling.needs_slot,
             filters=sampling.filters,
+            wide=sampling.filters and not 0 < sampling.top_k <= MAX_KEPT,
             kept=sampling.return_kept_ids,
             sums=sampling.logprobs,
         )

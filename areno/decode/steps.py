@@ -86,8 +86,10 @@ class DecodeSteps:
 
     def kind_of(self, launch: DecodeLaunch) -> StepKind:
         """Return the kind of step that a launch runs."""
-        # Greedy lanes are told apart on the device, so that they need no graph of their own.
-        variant = launch.variant if launch.variant.noise else replace(launch.variant, noise=True)
+        # Greedy lanes are told apart on the device, and one rank has all scores: they need no graphs of their own.
+        variant = launch.variant
+        if not variant.noise or (variant.wide and self._shard is None):
+            variant = replace(variant, noise=True, wide=variant.wide and self._shard is not None)
         return StepKind(bucket=launch.bucket, variant=variant, span=self._fused.span_of(launch.longest))
 
     def graph_of(self, kind: StepKind) -> torch.cuda.CUDAGraph | None:

@@ -88,7 +88,7 @@ def _mass(listed, count, floor, maximum, BY_MASS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _largest(listed, count, needed, floor, maximum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+def largest_reaching(listed, count, needed, floor, maximum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the largest value at or above `floor` such that the listed scores from it on add up to `needed`; else `floor`."""
     low = _ordered(floor).to(tl.int64)
     high = tl.maximum(_ordered(maximum).to(tl.int64), low)
@@ -199,10 +199,10 @@ def _filter_kernel(
             limit = maximum + tl.log(min_p)
         cutoff = limit
         if top_k > 0:
-            cutoff = tl.maximum(cutoff, _largest(listed, 1, top_k.to(tl.float64), lowest, maximum, False, BLOCK))
+            cutoff = tl.maximum(cutoff, largest_reaching(listed, 1, top_k.to(tl.float64), lowest, maximum, False, BLOCK))
         elif min_p <= 0.0:
             # The margin keeps the bound below the threshold whatever the sums' roundings.
-            cutoff = _largest(listed, 1, whole * top_p.to(tl.float64) * 1.00001, lowest, maximum, True, BLOCK)
+            cutoff = largest_reaching(listed, 1, whole * top_p.to(tl.float64) * 1.00001, lowest, maximum, True, BLOCK)
         tl.debug_barrier()
         packed = tl.zeros([BLOCK], tl.int32)
         first = 0
@@ -225,12 +225,13 @@ def _filter_kernel(
         tl.debug_barrier()
         threshold = limit
         if top_k > 0:
-            threshold = tl.maximum(limit, _largest(listed, count, top_k.to(tl.float64), cutoff, maximum, False, BLOCK))
+            threshold = tl.maximum(limit, largest_reaching(listed, count, top_k.to(tl.float64), cutoff, maximum, False, BLOCK))
         if top_p < 1.0:
             if (top_k > 0) | (min_p > 0.0):
                 whole = _mass(listed, count, threshold, maximum, True, BLOCK)
             threshold = tl.maximum(
-                threshold, _largest(listed, count, whole * top_p.to(tl.float64), tl.maximum(cutoff, threshold), maximum, True, BLOCK)
+                threshold,
+                largest_reaching(listed, count, whole * top_p.to(tl.float64), tl.maximum(cutoff, threshold), maximum, True, BLOCK),
             )
     tl.store(thresholds + lane, threshold)
 

@@ -7,7 +7,8 @@ changes nothing and reports IDLE or STARVED.
 
 Where ranks hold shards of the vocabulary, `pack_records` first merges a lane's partial records into one of 36 bytes, one gather brings
 those of all ranks, and `finish` combines them as if they were splits, on every rank with the same bits. Thresholds of filters are
-then searched for in gathered logits, in variants with filters alone.
+found from each rank's largest scores (`candidates`), or searched for in gathered logits where a lane may keep more than 64 ids or
+wants to know which.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from areno.decode.launch import LaneStatus
+from areno.kernels.candidates import find_thresholds_by_candidates
 from areno.kernels.filters import FilterWorkspace, KeptRing, find_thresholds
 from areno.kernels.reduce import (
     BEST,
@@ -388,8 +390,11 @@ def sample(
     thresholds = None
     if draw.variant.filters:
         assert workspace.filters is not None, "the variant with filters needs a workspace allocated with filters=True"
-        whole = draw if draw.shard is None else replace(draw, logits=gather_scores(draw.logits, draw.shard), shard=None)
-        find_thresholds(whole, workspace.filters, counter, kept=kept if draw.variant.kept else None, pdl=pdl and draw.shard is None)
+        if draw.shard is not None and not draw.variant.wide and not draw.variant.kept:
+            find_thresholds_by_candidates(draw, workspace.filters)
+        else:
+            whole = draw if draw.shard is None else replace(draw, logits=gather_scores(draw.logits, draw.shard), shard=None)
+            find_thresholds(whole, workspace.filters, counter, kept=kept if draw.variant.kept else None, pdl=pdl and draw.shard is None)
         thresholds = workspace.filters.thresholds
     splits = reduce_logits(draw, workspace.partials, thresholds, pdl=pdl).splits
     if draw.shard is None:

@@ -132,7 +132,7 @@ def _record(kind: type[T], **fields: _Field[Any]) -> _Field[T]:
     return _Field(put, lambda reader: kind(**{name: one.get(reader) for name, one in described}))
 
 
-_VARIANT = _record(Variant, noise=_Bool, temperature=_Bool, stop_mask=_Bool, slots=_Bool, filters=_Bool, kept=_Bool, sums=_Bool)
+_VARIANT = _record(Variant, noise=_Bool, temperature=_Bool, stop_mask=_Bool, slots=_Bool, filters=_Bool, wide=_Bool, kept=_Bool, sums=_Bool)
 _CONTENT = _record(
     SlotContent,
     forced_ids=_Array,

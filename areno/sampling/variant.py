@@ -12,8 +12,8 @@ class Variant:
     """What at least one lane of a launch needs; host-known, so that the common case costs nothing.
 
     `noise`: a lane is not greedy; `temperature`: one divides its logits; `stop_mask`: one may hold stop ids back; `slots`: one
-    has a sampling slot; `filters`: one has top-k, top-p or min-p; `kept`: one returns the ids its filters kept; `sums`: one
-    wants log-probabilities.
+    has a sampling slot; `filters`: one has top-k, top-p or min-p; `wide`: one of these may keep more than 64 ids; `kept`: one returns
+    the ids its filters kept; `sums`: one wants log-probabilities.
     """
 
     noise: bool = False
@@ -21,6 +21,7 @@ class Variant:
     stop_mask: bool = False
     slots: bool = False
     filters: bool = False
+    wide: bool = False
     kept: bool = False
     sums: bool = False
 

@@ -29,6 +29,8 @@ VARIANTS = {
     "plain": Variant(noise=True),
     "most": Variant(noise=True, temperature=True, stop_mask=True, slots=True),
     "filters": Variant(noise=True, temperature=True, stop_mask=True, slots=True, filters=True, kept=True),
+    "wide": Variant(noise=True, temperature=True, stop_mask=True, slots=True, filters=True, wide=True),
+    "few": Variant(noise=True, temperature=True, stop_mask=True, slots=True, filters=True),
 }
 
 
