@@ -55,20 +55,25 @@ class Neighbour:
 
     def __init__(self, client: Any, seed: int) -> None:
         self._stream = client.stream([1, 2, 3], max_new_tokens=90_000, seed=seed)
-        self.ids: list[int] = []
+        self._ids: list[int] = []
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         for delta in self._stream:
-            self.ids.extend(delta.ids.tolist())
+            self._ids.extend(delta.ids.tolist())
+
+    @property
+    def ids(self) -> list[int]:
+        """What came so far; more may come while somebody looks."""
+        return self._ids.copy()
 
     def grown(self, timeout_s: float = 20.0) -> bool:
         """Wait for a token that comes after this call."""
-        before, deadline = len(self.ids), time.monotonic() + timeout_s
-        while len(self.ids) <= before and time.monotonic() < deadline:
+        before, deadline = len(self._ids), time.monotonic() + timeout_s
+        while len(self._ids) <= before and time.monotonic() < deadline:
             time.sleep(0.01)
-        return len(self.ids) > before
+        return len(self._ids) > before
 
     def end(self) -> None:
         self._stream.close()
@@ -211,7 +216,8 @@ def test_whatever_comes_to_the_metrics_port_costs_no_files_and_nobody_else_notic
                 assert b"rollout_tokens_total" in answer.read()
                 break
             assert time.monotonic() < deadline, "and then a scrape works as ever"
-        assert neighbour.ids == fake_ids(13, len(neighbour.ids)).tolist()
+        ids = neighbour.ids
+        assert ids == fake_ids(13, len(ids)).tolist()
         neighbour.end()
     assert service.findings == ""
     assert "etc/passwd" not in service.log and "Traceback" not in service.log
@@ -234,7 +240,8 @@ def test_hostile_messages_run_nothing_break_nothing_and_are_answered_by_name(ser
         strangers(service, control_address, MUTATIONS // 4)
         clients(service, MUTATIONS // 3)
         assert neighbour.grown(), "it runs on"
-        assert neighbour.ids == fake_ids(12, len(neighbour.ids)).tolist()
+        ids = neighbour.ids
+        assert ids == fake_ids(12, len(ids)).tolist()
         after = client.stats()
         assert after["host_starts"] == 1 and after["health"] == "ready"
         assert after["malformed"] - before["malformed"] > MUTATIONS // 5
