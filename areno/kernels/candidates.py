@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from areno.kernels.filters import BLOCK, WARPS, FilterWorkspace, largest_reaching
+from areno.kernels.filters import BLOCK, WARPS, FilterWorkspace, largest_reaching, pack_scores, tile_scores
 from areno.kernels.reduce import Draw, finite
 from areno.kernels.rows import row_pointers
-from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers
+from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, slot_pointers
 from areno.sampling.kept import MAX_KEPT
 
 RECORD = MAX_KEPT + 1
@@ -77,14 +77,11 @@ def _candidates_kernel(
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     first = 0
     while first < stop:
-        first = tl.multiple_of(first, BLOCK)
-        place = first + column
-        tile = tl.load(base + place, mask=place < vocab, other=float("-inf"))
-        scores = shaped_scores(
-            tile, place + FIRST_ID, first + FIRST_ID, rows, slots, row, stops, held, divisor, num_valid, all_ids,
+        scores = tile_scores(
+            base, first, vocab, rows, slots, row, stops, held, divisor, num_valid, all_ids, FIRST_ID,
             TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
         )  # fmt: skip
-        largest = tl.maximum(largest, tl.where(place < vocab, scores, float("-inf")))
+        largest = tl.maximum(largest, scores)
         first += BLOCK
 
     last, taken, ties = lowest, 0, tl.full([], 0.0, tl.float32)
@@ -96,26 +93,10 @@ def _candidates_kernel(
         needed = tl.full([], _KEPT, tl.float64)
         cutoff = largest_reaching(listed, 1, needed, lowest, maximum, False, BLOCK)
         tl.debug_barrier()
-        packed = tl.zeros([BLOCK], tl.int32)
-        first = 0
-        while first < stop:
-            first = tl.multiple_of(first, BLOCK)
-            place = first + column
-            tile = tl.load(base + place, mask=place < vocab, other=float("-inf"))
-            scores = shaped_scores(
-                tile, place + FIRST_ID, first + FIRST_ID, rows, slots, row, stops, held, divisor, num_valid, all_ids,
-                TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
-            )  # fmt: skip
-            here = (scores >= cutoff) & (scores > float("-inf")) & (place < vocab)
-            tl.store(listed + packed * BLOCK + column, scores, mask=here)
-            packed += here.to(tl.int32)
-            first += BLOCK
-        count = tl.max(packed, 0)
-        filled = 0
-        while filled < count:
-            tl.store(listed + filled * BLOCK + column, tl.full([BLOCK], float("-inf"), tl.float32), mask=packed <= filled)
-            filled += 1
-        tl.debug_barrier()
+        count = pack_scores(
+            listed, cutoff, stop, base, vocab, rows, slots, row, stops, held, divisor, num_valid, all_ids, FIRST_ID,
+            TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
+        )  # fmt: skip
         last = largest_reaching(listed, count, needed, cutoff, maximum, False, BLOCK)
         filled = 0
         while filled < count:

@@ -102,6 +102,48 @@ def largest_reaching(listed, count, needed, floor, maximum, BY_MASS: tl.constexp
 
 
 @triton.jit
+def tile_scores(
+    base, first, vocab, rows, slots, row, stops, held, divisor, num_valid, all_ids, FIRST_ID: tl.constexpr,
+    TEMPERED: tl.constexpr, STOP_MASK: tl.constexpr, SLOTS: tl.constexpr, MASKS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return what a lane is drawn from of the tile at `first` of its logits, whose first one is that of id `FIRST_ID`; -inf behind them."""
+    first = tl.multiple_of(first, BLOCK)
+    place = first + tl.arange(0, BLOCK)
+    tile = tl.load(base + place, mask=place < vocab, other=float("-inf"))
+    return shaped_scores(
+        tile, place + FIRST_ID, first + FIRST_ID, rows, slots, row, stops, held, divisor, num_valid, all_ids,
+        TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_scores(
+    listed, cutoff, stop, base, vocab, rows, slots, row, stops, held, divisor, num_valid, all_ids, FIRST_ID: tl.constexpr,
+    TEMPERED: tl.constexpr, STOP_MASK: tl.constexpr, SLOTS: tl.constexpr, MASKS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List a lane's scores at or above `cutoff` by column, -inf where a column has fewer; return how many rows that takes."""
+    column = tl.arange(0, BLOCK)
+    packed = tl.zeros([BLOCK], tl.int32)
+    first = 0
+    while first < stop:
+        scores = tile_scores(
+            base, first, vocab, rows, slots, row, stops, held, divisor, num_valid, all_ids, FIRST_ID,
+            TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
+        )  # fmt: skip
+        here = (scores >= cutoff) & (scores > float("-inf"))
+        tl.store(listed + packed * BLOCK + column, scores, mask=here)
+        packed += here.to(tl.int32)
+        first += BLOCK
+    count = tl.max(packed, 0)
+    filled = 0
+    while filled < count:
+        tl.store(listed + filled * BLOCK + column, tl.full([BLOCK], float("-inf"), tl.float32), mask=packed <= filled)
+        filled += 1
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
 def _list_kept(counts_ring, ids_ring, kept_scores, kept_ids, kept, BLOCK: tl.constexpr):
     """Store a lane's kept ids by rank: those with a larger score, or as large a one and a lower id, come first."""
     number = tl.arange(0, BLOCK)
@@ -176,11 +218,8 @@ def _filter_kernel(
     largest, total, maximum = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32), lowest
     first = 0
     while first < stop:
-        first = tl.multiple_of(first, BLOCK)
-        ids = first + column
-        tile = tl.load(base + ids, mask=ids < vocab, other=float("-inf"))
-        scores = shaped_scores(
-            tile, ids, first, rows, slots, row, stops, held, divisor, num_valid, vocab, TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK
+        scores = tile_scores(
+            base, first, vocab, rows, slots, row, stops, held, divisor, num_valid, vocab, 0, TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK
         )
         largest = tl.maximum(largest, scores)
         reached = tl.maximum(maximum, tl.max(scores, 0))
@@ -204,35 +243,18 @@ def _filter_kernel(
             # The margin keeps the bound below the threshold whatever the sums' roundings.
             cutoff = largest_reaching(listed, 1, whole * top_p.to(tl.float64) * 1.00001, lowest, maximum, True, BLOCK)
         tl.debug_barrier()
-        packed = tl.zeros([BLOCK], tl.int32)
-        first = 0
-        while first < stop:
-            first = tl.multiple_of(first, BLOCK)
-            ids = first + column
-            tile = tl.load(base + ids, mask=ids < vocab, other=float("-inf"))
-            scores = shaped_scores(
-                tile, ids, first, rows, slots, row, stops, held, divisor, num_valid, vocab, TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK
-            )
-            here = (scores >= cutoff) & (scores > float("-inf"))
-            tl.store(listed + packed * BLOCK + column, scores, mask=here)
-            packed += here.to(tl.int32)
-            first += BLOCK
-        count = tl.max(packed, 0)
-        filled = 0
-        while filled < count:
-            tl.store(listed + filled * BLOCK + column, tl.full([BLOCK], float("-inf"), tl.float32), mask=packed <= filled)
-            filled += 1
-        tl.debug_barrier()
+        count = pack_scores(
+            listed, cutoff, stop, base, vocab, rows, slots, row, stops, held, divisor, num_valid, vocab, 0,
+            TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK,
+        )  # fmt: skip
         threshold = limit
         if top_k > 0:
             threshold = tl.maximum(limit, largest_reaching(listed, count, top_k.to(tl.float64), cutoff, maximum, False, BLOCK))
         if top_p < 1.0:
             if (top_k > 0) | (min_p > 0.0):
                 whole = _mass(listed, count, threshold, maximum, True, BLOCK)
-            threshold = tl.maximum(
-                threshold,
-                largest_reaching(listed, count, whole * top_p.to(tl.float64), tl.maximum(cutoff, threshold), maximum, True, BLOCK),
-            )
+            floor = tl.maximum(cutoff, threshold)
+            threshold = tl.maximum(threshold, largest_reaching(listed, count, whole * top_p.to(tl.float64), floor, maximum, True, BLOCK))
     tl.store(thresholds + lane, threshold)
 
     if KEPT:
@@ -241,11 +263,25 @@ def _filter_kernel(
         kept_scores += lane * _KEPT
         kept_ids += lane * _KEPT
         while first < stop:
-            first = tl.multiple_of(first, BLOCK)
             ids = first + column
-            tile = tl.load(base + ids, mask=ids < vocab, other=float("-inf"))
-            scores = shaped_scores(
-                tile, ids, first, rows, slots, row, stops, held, divisor, num_valid, vocab, TEMPERED, STOP_MASK, SLOTS, MASKS_IDS, BLOCK
+            scores = tile_scores(
+                base,
+                first,
+                vocab,
+                rows,
+                slots,
+                row,
+                stops,
+                held,
+                divisor,
+                num_valid,
+                vocab,
+                0,
+                TEMPERED,
+                STOP_MASK,
+                SLOTS,
+                MASKS_IDS,
+                BLOCK,
             )
             here = (scores >= threshold) & (scores > float("-inf"))
             more = tl.sum(here.to(tl.int32), 0)
