@@ -335,7 +335,10 @@ class Engine:
 
     @on_device
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
-        """Take a part of a tensor, flat from element `start` on; the values stay until `settle_slices`. Raises: as `stage`."""
+        """Take a part of a tensor, flat from element `start` on. Raises: as `stage`.
+
+        Values on a CUDA device are complete, and stay until `settle_slices` or until what `launch_slices` gave has passed.
+        """
         self._updates.stage_slice(name, values, start=start, spec=spec)
 
     @on_device

@@ -99,23 +99,22 @@ class Updates:
     def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
         """As `Engine.stage_slice`."""
         with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
-            self._open_update().stage_slice(name, values, start=start, spec=spec)
+            # The other ranks are sent the values on the current stream, from where they are.
+            self._open_update().stage_slice(name, values, start=start, spec=spec, complete=self._ranks.size == 1 or not values.is_cuda)
             self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
 
     def launch_slices(self) -> torch.cuda.Event | None:
         """As `Engine.launch_slices`."""
-        if self._ranks.size > 1:
-            # The others copy from what is told to them, and have to be told before it changes.
-            self.settle_slices()
-            return None
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
-            return self._open_update().launch_slices()
+            launched = self._open_update().launch_slices()
+            self._ranks.tell(ops.LaunchSlices())
+            return launched
 
     def settle_slices(self) -> None:
         """As `Engine.settle_slices`."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+            self._ranks.tell(ops.LaunchSlices())
             self._open_update().settle_slices()
-            self._ranks.tell(ops.SettleSlices())
 
     def inspect(self) -> bool:
         """As `Engine.inspect_update`."""

@@ -1,4 +1,4 @@
-"""One thread for every test and every process that a test starts, and no test file that silently collects nothing.
+"""One thread for every test and every process that a test starts, interrupts that are heard, and no test file that silently collects nothing.
 
 CUDA devices are hidden from all tests but those of tests/gpu, which run by themselves (`make test-gpu`); kernels run in Triton's
 interpreter elsewhere, which must be chosen before the first of them is defined, by whatever test that is.
@@ -7,6 +7,7 @@ interpreter elsewhere, which must be chosen before the first of them is defined,
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 
@@ -16,6 +17,11 @@ import pytest
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 if not any("tests/gpu" in argument for argument in sys.argv):
     os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+
+
+# A shell that starts the tests in the background has them ignore interrupts, and all that they start with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

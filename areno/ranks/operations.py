@@ -56,8 +56,8 @@ class StagePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettleSlices:
-    """Wait until staged slices are copied."""
+class LaunchSlices:
+    """Begin to copy the slices that are there to where they are staged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ Operation = (
     | ScoreIds
     | OpenUpdate
     | StagePiece
-    | SettleSlices
+    | LaunchSlices
     | InspectUpdate
     | VerifyUpdate
     | SwapUpdate

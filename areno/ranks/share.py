@@ -67,7 +67,7 @@ class Share:
             ops.ScoreIds: self._score,
             ops.OpenUpdate: self._open_update,
             ops.StagePiece: self._stage_piece,
-            ops.SettleSlices: lambda _: self._open.settle_slices(),
+            ops.LaunchSlices: lambda _: self._open.launch_slices(),
             ops.InspectUpdate: self._inspect,
             ops.VerifyUpdate: self._verify,
             ops.SwapUpdate: self._swap,
@@ -139,7 +139,8 @@ class Share:
         if not entry.whole:
             # Memory of its own: copies of a device may come later, and a bulk slot is written again once this entry is done.
             values = self._receive(entry, torch.empty(entry.count, dtype=dtype, device=self._lands_on(entry)))
-            self._open.stage_slice(entry.name, values, start=entry.start, spec=TensorSpec(entry.dtype, shape))
+            spec = TensorSpec(entry.dtype, shape)
+            self._open.stage_slice(entry.name, values, start=entry.start, spec=spec, complete=entry.slot != BROADCAST)
             return
         size = int(np.prod(entry.shape, dtype=np.int64))
         if entry.start == 0:

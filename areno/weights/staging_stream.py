@@ -27,7 +27,7 @@ def layout_of(shard: TensorShard | None) -> Layout | None:
 class StagingStream:
     """Copies that wait to be launched together, and staged tensors that nothing is known of yet."""
 
-    __slots__ = ("_copies", "_looker", "_looks", "_staged", "_stream", "_table", "_unknown")
+    __slots__ = ("_complete", "_copies", "_looker", "_looks", "_staged", "_stream", "_table", "_unknown")
 
     def __init__(self, table: ParameterTable, staged: ParameterTable) -> None:
         self._table, self._staged = table, staged
@@ -35,6 +35,8 @@ class StagingStream:
         self._stream, self._looker = torch.cuda.Stream(table.device), torch.cuda.Stream(table.device)
         self._stream.wait_stream(torch.cuda.current_stream(table.device))
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Whether all that they read is there already.
+        self._complete = True
         self._unknown: dict[str, None] = {}
         # When looks began and ended.
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -50,9 +52,13 @@ class StagingStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def copy_later(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take note of copies (target, source) between places on the device; the sources are complete, and stay until `settle`."""
+    def copy_later(self, copies: list[tuple[torch.Tensor, torch.Tensor]], *, complete: bool) -> None:
+        """Take note of copies (target, source) between places on the device; the sources stay until these are over.
+
+        Those that are not `complete` are written, or read too, by what is on the current stream before the copies are launched.
+        """
         self._copies += copies
+        self._complete &= complete
 
     def look_later(self, name: str) -> None:
         """Take note of a tensor that is staged and has to be looked at."""
@@ -107,7 +113,8 @@ class StagingStream:
     def _launch_copies(self) -> None:
         """Launch the copies that wait, those of one dtype together."""
         copies, self._copies = self._copies, []
-        with self.beside_decode((source for _, source in copies), complete=True):
+        complete, self._complete = self._complete, True
+        with self.beside_decode((source for _, source in copies), complete=complete):
             for dtype in {source.dtype for _, source in copies}:
                 alike = [(target, source) for target, source in copies if source.dtype == dtype]
                 torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)

@@ -172,11 +172,12 @@ class WeightUpdate:
         if self._slices.add(canonical, filled.start, filled.values.numel(), facts, size=size):
             self._complete(filled.name, canonical)
 
-    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
+    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec, complete: bool = True) -> None:
         """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
 
         Slices of a tensor come in any order and may be repeated; the tensor is staged once they cover it. Their bounds must
-        stay the same within an update. Values on a CUDA device are complete when they come, and stay until `settle_slices`.
+        stay the same within an update. Values on a CUDA device stay until `settle_slices`, or what `launch_slices` gave has passed; the
+        current stream may still write them, or read them for others, before that is called where they are not `complete`.
         Raises: ManifestMismatch as `stage`, and for slices that reach over the end or into each other.
         """
         assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
@@ -203,7 +204,7 @@ class WeightUpdate:
                 self._received.tied[canonical] = self._slices.facts(canonical).digest
             return
         shard = self._table.shards.get(canonical)
-        facts = self._stage_run(canonical, shard, values, start)
+        facts = self._stage_run(canonical, shard, values, start, complete)
         if facts is not None and not facts.finite and shard is None:
             raise not_finite(name, self._table.dtype)
         if self._slices.add(canonical, start, count, facts, size=size):
@@ -223,16 +224,16 @@ class WeightUpdate:
         self._received.take_back(name)
         self._prepared.forget(name)
 
-    def _stage_run(self, name: str, shard: TensorShard | None, values: torch.Tensor, start: int) -> StagedFacts | None:
+    def _stage_run(self, name: str, shard: TensorShard | None, values: torch.Tensor, start: int, complete: bool) -> StagedFacts | None:
         """Copy what is this rank's of a run of elements; return what the host learns of it, None on a device."""
         live, staged, count = self._table.views[name], self._staged.views[name], values.numel()
         overlaps = [Overlap(0, start, start, 1, count, 0)] if shard is None else list(shard.overlaps(start, count))
         copies = [(one.of_shard(staged), one.of_run(values)) for one in overlaps]
         if self._stream is not None:
             if values.is_cuda and staged.is_cuda:
-                self._stream.copy_later(copies)
+                self._stream.copy_later(copies, complete=complete)
                 return None
-            with self._stream.beside_decode([values], complete=True):
+            with self._stream.beside_decode([values], complete=complete):
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
             return None

@@ -177,6 +177,28 @@ def test_an_update_reaches_all_ranks_and_is_proven(checkpoint: Maker, tmp_path: 
         engine.check_integrity()
 
 
+def test_slices_on_a_device_are_read_when_they_have_come_and_not_after_they_may_change(checkpoint: Maker) -> None:
+    folder = checkpoint("wide")
+    tensors = {name: tensor + 1.0 for name, tensor in load_file(folder / "model.safetensors").items()}
+    manifest = {name: TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with engine_of(folder, dtype="float32", tp=2) as engine, torch.cuda.device(0):
+        trainer = torch.cuda.Stream()
+        engine.begin_update(manifest, version=1)
+        for name, tensor in tensors.items():
+            values = tensor.reshape(-1).cuda()
+            torch.cuda.synchronize()
+            # The other ranks are told of what comes only when this is over.
+            torch.cuda._sleep(5_000_000)
+            engine.stage_slice(name, values, start=0, spec=manifest[name])
+            launched = engine.launch_slices()
+            while launched is not None and not engine.slices_copied(launched):
+                pass
+            with torch.cuda.stream(trainer):
+                values.fill_(torch.nan)
+            trainer.synchronize()
+        assert engine.commit_update(digests={name: digest(tensor) for name, tensor in tensors.items()}).changed_tensors == len(tensors)
+
+
 def test_ranks_sleep_and_wake(checkpoint: Maker) -> None:
     asked = requests_of(6, tokens=20)
     with engine_of(checkpoint("wide"), dtype="float32", tp=2) as engine:

@@ -116,17 +116,12 @@ def test_a_host_that_dies_during_a_tool_wait_takes_no_token_with_it(folder: Path
 
 
 class Talk:
-    """Two turns; whoever ends its first one before all others calls `kill`."""
-
-    def __init__(self, kills: list[Any]):
-        self._kills = kills
+    """Two turns."""
 
     async def reset(self, seed: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"hello {seed}"}]
 
     async def step(self, turn: Any) -> Step:
-        if self._kills:
-            self._kills.pop()()
         return Step(messages=[{"role": "tool", "content": "hello"}], done=turn.index == 1)
 
     async def score(self, episode: Any) -> float:
@@ -135,11 +130,19 @@ class Talk:
 
 def test_a_group_whose_host_dies_is_played_to_its_end_from_the_same_ids(folder: Path, tmp_path: Path) -> None:
     service = serve(folder, tmp_path)
+
+    async def play(client: Any) -> Any:
+        group = EpisodeGroup(make_environment=Talk, members=6, seed=3)
+        sampling = TurnSampling(forced_ids=HELLO, max_new_tokens=150, ignore_eos=True)
+        playing = asyncio.create_task(run_group(client, group, sampling=sampling, max_attempts=5))
+        async with asyncio.timeout(60):
+            while await sampled(client) < 30:
+                await asyncio.sleep(0.01)
+        kill_host(service)
+        return await playing
+
     with service as client:
-        kills = [lambda: kill_host(service)]
-        group = EpisodeGroup(make_environment=lambda: Talk(kills), members=6, seed=3)
-        sampling = TurnSampling(forced_ids=HELLO, max_new_tokens=60, ignore_eos=True)
-        result = asyncio.run(run_group(client.aio, group, sampling=sampling, max_attempts=5))
+        result = asyncio.run(play(client.aio))
         assert client.stats()["host_starts"] == 2
     assert len(result.kept) == 6 and result.mean_reward == 1.0
     assert all(one.failure is not None and one.failure.passing for one in result.superseded)

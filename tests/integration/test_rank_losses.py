@@ -111,7 +111,7 @@ def test_a_lost_rank_ends_the_others_and_is_named(
     assert time.monotonic() - started < (1.0 if how == signal.SIGKILL else TIMEOUT_S + 1.5)
     assert failed.value.field == "tp" and failed.value.value == rank and "start it again" in str(failed.value.remedy)
     with pytest.raises(EngineFailure) as again:
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
     assert again.value is failed.value, "every later call says the same"
     peers.close()
     assert not any(psutil.pid_exists(pid) for pid in pids.values()), "all are reaped"
@@ -168,7 +168,7 @@ def test_a_rank_that_hangs_while_its_beat_goes_on_is_named_with_its_entry_and_sa
     pids = peers.pids
     peers.meet()
     with pytest.raises(EngineFailure, match=r"rank 1 \(pid \d+\) hangs in entry 2 of 2 of the log; it got no further in 1 s"):
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
         peers.expect(peers.tell(ops.PublishUpdate(version=HANG)))
     said = capfd.readouterr().err
     mine, *others = said.split("areno: stacks of rank ")
@@ -226,11 +226,11 @@ def test_a_rank_0_that_hangs_where_the_others_have_done_their_part_is_told(
     peers = start(size=2, stall_s=1.2)
     peers.meet()
     for _ in range(2):
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
     # Work that goes on in pieces, each shorter than the bound.
     with peers.together():
         time.sleep(0.7)
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
         time.sleep(0.7)
     time.sleep(1.4)
     peers.check()
@@ -297,7 +297,7 @@ def test_work_of_all_ranks_that_rank_0_leaves_halfway_ends_them(
         with peers.together():
             raise error
     with pytest.raises(EngineFailure, match=f"rank 0 left the work of all ranks halfway: {type(error).__name__}"):
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
     wait_until(lambda: not any(alive(pid) for pid in peers.pids.values()), 2.0)
 
 
@@ -315,7 +315,7 @@ def test_ranks_that_run_on_are_blamed_for_nothing_and_end_with_close(start: Call
     peers.close()
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
     with pytest.raises(EngineFailure, match="the engine is closed"):
-        peers.tell(ops.SettleSlices())
+        peers.tell(ops.LaunchSlices())
 
 
 def test_ranks_that_nobody_closes_end_with_their_owner(folder: Path) -> None:

@@ -25,7 +25,9 @@ from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, rea
 # What is announced where it lies takes no memory: few large buckets.
 DEFAULT_BUCKET_BYTES = 2 * 2**30
 # What has to be copied first takes two of these.
-BOUNCE_BYTES = 256 * 2**20
+BOUNCE_BYTES, BOUNCES = 256 * 2**20, 2
+# Buckets that may wait for their answers, so that the service never waits for the next one.
+UNDER_WAY = 8
 HANDLE_BYTES = 64
 # Allocations that one announcement may name; the service's own limit is far above.
 MAX_ALLOCATIONS = 1024
@@ -89,6 +91,8 @@ class _Bounce:
         address = int(driver.call("cuMemAlloc", size))
         self.allocation = Allocation(address, size, driver.memory_handle(address))
         self.memory = torch.as_tensor(_Memory(address, size), device=device)
+        # Where the call stands that used it last.
+        self.turn: int | None = None
 
     def free(self) -> None:
         """Give the memory back; the service closes its own view with the update."""
@@ -102,7 +106,7 @@ class _UnderWay:
 
 
 class CudaIpcTransport:
-    """Buckets of device memory in turn; see the module. `device` is the card that the weights are on."""
+    """Buckets of device memory, several under way; see the module. `device` is the card that the weights are on."""
 
     name = "cuda"
 
@@ -116,8 +120,8 @@ class CudaIpcTransport:
         self._known: dict[int, Allocation | None] = {}
         self._events: list[tuple[Any, bytes]] = []
         self._bounces: list[_Bounce] = []
-        self._under_way: list[_UnderWay | None] = [None, None]
-        self._bounced = 0
+        self._under_way: list[_UnderWay | None] = [None] * UNDER_WAY
+        self._bounced = self._bounces_used = 0
         self._update_id = ""
         self._next = 0
 
@@ -133,14 +137,14 @@ class CudaIpcTransport:
         served = str(info.engine.device)
         if self._device.type != "cuda" or not served.startswith("cuda"):
             raise unusable("cuda", f"the trainer's weights are on {self._device.type}, the engine's on {served}", REMEDY)
-        self._update_id, self._next, self._bounced = update_id, 0, 0
+        self._update_id, self._next, self._bounced, self._bounces_used = update_id, 0, 0, 0
         # The allocator may have given memory back since the last update, and taken other memory at the same address.
         earlier, self._known = list(self._known), {}
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
             if self._driver is None:
                 self._driver = Driver()
-            while len(self._events) < 2:
+            while len(self._events) < UNDER_WAY:
                 event = self._driver.call("cuEventCreate", INTERPROCESS_EVENT)
                 self._events.append((event, self._driver.event_handle(event)))
             probe = torch.zeros(1, device=self._device)
@@ -176,7 +180,7 @@ class CudaIpcTransport:
         return self._bounces[turn]
 
     def send(self, bucket: Bucket) -> None:
-        """Announce tensors where they are; copy those that cannot be opened there. Blocks: while two buckets are under way."""
+        """Announce tensors where they are; copy those that cannot be opened there. Blocks: while `UNDER_WAY` buckets are, or two copied ones."""
         with torch.cuda.device(self._device):
             direct: dict[str, tuple[torch.Tensor, Allocation]] = {}
             others: dict[str, torch.Tensor] = {}
@@ -191,9 +195,10 @@ class CudaIpcTransport:
             for group in _groups(direct.items()):
                 self._send_direct(dict(group))
             for packed in pack(others, self._bounce_bytes):
-                turn = self._next % 2
-                self._settle(turn)
-                bounce = self._bounce(turn)
+                bounce = self._bounce(self._bounces_used % BOUNCES)
+                if bounce.turn is not None:
+                    self._settle(bounce.turn)
+                self._bounces_used, bounce.turn = self._bounces_used + 1, self._next % UNDER_WAY
                 packed.write(bounce.memory)
                 self._post([{**piece.fields(), "place": 0} for piece in packed.pieces], [bounce.allocation], [])
 
@@ -207,12 +212,12 @@ class CudaIpcTransport:
                 allocations.append(allocation)
             piece = Piece(name, tuple(tensor.shape), 0, tensor.data_ptr() - allocation.base, tensor.reshape(-1))
             pieces.append({**piece.fields(), "place": places[allocation.base]})
-        self._settle(self._next % 2)
         self._post(pieces, allocations, [tensor for tensor, _ in tensors.values()])
 
     def _post(self, pieces: list[dict[str, Any]], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
         assert self._driver is not None, "a transport is opened first"
-        turn = self._next % 2
+        turn = self._next % UNDER_WAY
+        self._settle(turn)
         event_handle: bytes | None = None
         stream = torch.cuda.current_stream(self._device)
         if not stream.query():
@@ -238,12 +243,12 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         """Wait until everything is staged. Blocks: at most the time-out for each bucket under way."""
-        for turn in (self._next % 2, (self._next + 1) % 2):
-            self._settle(turn)
+        for ahead in range(UNDER_WAY):
+            self._settle((self._next + ahead) % UNDER_WAY)
 
     def abort(self) -> None:
         """Forget what is under way; the service closes its handles with the update."""
-        self._under_way = [None, None]
+        self._under_way = [None] * UNDER_WAY
         # The service may still read them until it has heard of the abort; the next update gets new ones.
         self._bounces, self._events = [], []
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # A trainer sends a few buckets ahead; the bytes of these wait here.
 MAX_QUEUED_BYTES = 2**28
+# Buckets that the device copies at once; ranks hold in memory what they are sent of these.
+MAX_COPYING = 3
 
 
 class UpdatableEngine(Protocol):
@@ -206,7 +208,7 @@ class WeightIntake:
         self.waits = False
         if self._copying and (ended := self._go_on(self._copying, 0.0)) is not None:
             return ended
-        return self._go_on(self._jobs, for_s) if self._jobs else None
+        return self._go_on(self._jobs, for_s) if self._jobs and len(self._copying) < MAX_COPYING else None
 
     def _go_on(self, jobs: deque[_Job], for_s: float) -> StagedFile | None:
         """Go on with the first of `jobs`; one whose bytes the device copies makes room for the next."""
