@@ -1,4 +1,4 @@
-"""One thread for every test and every process that a test starts, interrupts that are heard, and no test file that silently collects nothing.
+"""One thread for each test and each process that a test starts, interrupts that are heard, and no file that silently collects nothing.
 
 CUDA devices are hidden from all tests but those of tests/gpu, which run by themselves (`make test-gpu`); kernels run in Triton's
 interpreter elsewhere, which must be chosen before the first of them is defined, by whatever test that is.

@@ -180,7 +180,7 @@ class CudaIpcTransport:
         return self._bounces[turn]
 
     def send(self, bucket: Bucket) -> None:
-        """Announce tensors where they are; copy those that cannot be opened there. Blocks: while `UNDER_WAY` buckets are, or two copied ones."""
+        """Announce tensors where they are; copy those that cannot be opened there. Blocks: while `UNDER_WAY` buckets or two copies are."""
         with torch.cuda.device(self._device):
             direct: dict[str, tuple[torch.Tensor, Allocation]] = {}
             others: dict[str, torch.Tensor] = {}
