@@ -52,7 +52,7 @@ from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import TensorSpec
 from areno.weights.report import UpdateReport
-from areno.weights.slices import OpenSlice
+from areno.weights.slices import OpenSlice, Slice
 from areno.weights.whole import whole_tensor
 
 
@@ -334,12 +334,12 @@ class Engine:
         self._updates.close_slice(filled)
 
     @on_device
-    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
-        """Take a part of a tensor, flat from element `start` on. Raises: as `stage`.
+    def stage_slices(self, slices: Sequence[Slice]) -> None:
+        """Take parts of tensors; see `Slice`. Raises: as `stage`.
 
         Values on a CUDA device are complete, and stay until `settle_slices` or until what `launch_slices` gave has passed.
         """
-        self._updates.stage_slice(name, values, start=start, spec=spec)
+        self._updates.stage_slices(slices)
 
     @on_device
     def launch_slices(self) -> torch.cuda.Event | None:

@@ -1,6 +1,6 @@
 """Weight updates of an engine: one at a time is opened, staged beside decode, and committed between two launches.
 
-    begin --> stage, stage_slice ... settle_slices --> commit: verify -> swap -> prove -> publish
+    begin --> stage, stage_slices ... settle_slices --> commit: verify -> swap -> prove -> publish
                                                           failure: swap back; the old weights serve on
 
 The engine's thread calls it. Every step is told to the other ranks first or refused here before they hear of it. Invariant: no token is
@@ -28,7 +28,7 @@ from areno.score import scorable_ids
 from areno.weights.canary import Canary
 from areno.weights.names import ParameterTable, TensorSpec
 from areno.weights.report import UpdateReport
-from areno.weights.slices import OpenSlice
+from areno.weights.slices import OpenSlice, Slice
 from areno.weights.update import WeightUpdate
 
 
@@ -96,12 +96,17 @@ class Updates:
         with device_errors(f"while a slice of {filled.name} was staged", out_of_memory=_no_room("stage", filled.name)):
             self._open_update().close_slice(filled)
 
-    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec) -> None:
-        """As `Engine.stage_slice`."""
-        with device_errors(f"while a slice of {name} was staged", out_of_memory=_no_room("stage", name)):
-            # The other ranks are sent the values on the current stream, from where they are.
-            self._open_update().stage_slice(name, values, start=start, spec=spec, complete=self._ranks.size == 1 or not values.is_cuda)
-            self._ranks.stage(name, values, start=start, shape=spec.shape, whole=False)
+    def stage_slices(self, slices: Sequence[Slice]) -> None:
+        """As `Engine.stage_slices`."""
+        update = self._open_update()
+        with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+            if self._ranks.size == 1:
+                update.stage_slices(slices)
+                return
+            for one in slices:
+                # The other ranks are sent the values on the current stream, from where they are.
+                update.stage_slices([one], complete=not one.values.is_cuda)
+                self._ranks.stage(one.name, one.values, start=one.start, shape=one.spec.shape, whole=False)
 
     def launch_slices(self) -> torch.cuda.Event | None:
         """As `Engine.launch_slices`."""

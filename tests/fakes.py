@@ -310,14 +310,16 @@ class FakeEngine:
         """None was opened."""
         raise AssertionError("a slice is closed that was never opened")
 
-    def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
-        """Take a part of a tensor; it counts as staged from the first one on."""
+    def stage_slices(self, slices: Sequence[Any]) -> None:
+        """Take parts of tensors; each counts as staged from its first one on."""
         if self._staged is None:
             raise NoUpdate("no update is open", remedy="begin one")
-        if name not in TENSORS or tuple(spec.shape) != TENSORS[name][1]:
-            raise ManifestMismatch(f"tensor {name} of shape {tuple(spec.shape)}", field=name, remedy="bring the model's tensors")
-        whole = self._staged.setdefault(name, np.zeros(spec.shape, np.float32))
-        whole.reshape(-1)[start : start + values.numel()] = values.numpy()
+        for one in slices:
+            shape = tuple(one.spec.shape)
+            if one.name not in TENSORS or shape != TENSORS[one.name][1]:
+                raise ManifestMismatch(f"tensor {one.name} of shape {shape}", field=one.name, remedy="bring the model's tensors")
+            whole = self._staged.setdefault(one.name, np.zeros(shape, np.float32))
+            whole.reshape(-1)[one.start : one.start + one.values.numel()] = one.values.numpy()
 
     def launch_slices(self) -> None:
         """Nothing is late here."""

@@ -25,6 +25,7 @@ import torch
 from areno import Canary, Engine, EngineConfig, StepOutput
 from areno.errors import ArenoError, WeightUpdateError
 from areno.weights.digest import digest
+from areno.weights.slices import Slice
 from tests.engine_runs import Recorder, assert_idle, random_prompt, request
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, write_checkpoint
 
@@ -214,7 +215,7 @@ class Churn:
                 continue
             if slices and "proj" in name:
                 for start in range(0, sent.numel(), 1501):
-                    engine.stage_slice(name, sent.reshape(-1)[start : start + 1501], start=start, spec=manifest[name])
+                    engine.stage_slices([Slice(name, sent.reshape(-1)[start : start + 1501], start, manifest[name])])
                 engine.settle_slices()
             else:
                 engine.stage(name, sent)

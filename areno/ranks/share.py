@@ -30,6 +30,7 @@ from areno.weights.canary import Canary
 from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
+from areno.weights.slices import Slice
 from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
 
@@ -139,8 +140,8 @@ class Share:
         if not entry.whole:
             # Memory of its own: copies of a device may come later, and a bulk slot is written again once this entry is done.
             values = self._receive(entry, torch.empty(entry.count, dtype=dtype, device=self._lands_on(entry)))
-            spec = TensorSpec(entry.dtype, shape)
-            self._open.stage_slice(entry.name, values, start=entry.start, spec=spec, complete=entry.slot != BROADCAST)
+            one = Slice(entry.name, values, entry.start, TensorSpec(entry.dtype, shape))
+            self._open.stage_slices([one], complete=entry.slot != BROADCAST)
             return
         size = int(np.prod(entry.shape, dtype=np.int64))
         if entry.start == 0:

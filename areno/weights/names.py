@@ -9,6 +9,7 @@ first logits.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import tempfile
@@ -37,11 +38,13 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's own name of `dtype` without the package."""
     return str(dtype).removeprefix("torch.")
 
 
+@functools.lru_cache(maxsize=8192)
 def canonical_name(name: str) -> str:
     """Return the name a Hugging Face checkpoint gives to the tensor that a wrapped trainer model calls `name`.
 
@@ -128,6 +131,7 @@ class ParameterTable:
         "_addresses",
         "_copies",
         "_derived",
+        "_flat",
         "_parts",
         "_pinned",
         "_storages",
@@ -156,6 +160,7 @@ class ParameterTable:
         self._addresses: dict[str, int] = {}
         self._parts: dict[str, dict[str, int]] = {}
         self._storages: dict[str, str] = {}
+        self._flat: dict[str, torch.Tensor] = {}
         self._twin: ParameterTable | None = None
 
     def allocate(
@@ -271,6 +276,13 @@ class ParameterTable:
     def parts_of(self, storage: str) -> Set[str]:
         """Return the tensors that lie in a storage."""
         return self._parts[storage].keys()
+
+    def flat(self, name: str) -> torch.Tensor:
+        """Return the view of a tensor with its elements in one dimension."""
+        found = self._flat.get(name)
+        if found is None:
+            found = self._flat[name] = self.views[name].view(-1)
+        return found
 
     def copies_of(self, storage: str) -> Sequence[DerivedCopy]:
         """Return the derived copies of a storage."""

@@ -33,7 +33,7 @@ class PreparedCopies:
     def add(self, name: str, received: Set[str]) -> None:
         """Make the copies of a storage that tensor `name` made whole, `received` being all tensors staged."""
         storage = self._table.storage_of(name)
-        if received >= self._table.parts_of(storage):
+        if self._table.copies_of(storage) and received >= self._table.parts_of(storage):
             self._make(storage)
 
     def add_rest(self, received: Iterable[str]) -> None:

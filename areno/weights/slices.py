@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from areno.weights.manifest import mismatch
+from areno.weights.names import TensorSpec
 from areno.weights.staged import StagedFacts, inspect_rows, join_facts
 
 
@@ -43,6 +44,16 @@ class OpenSlice:
         """Return what is known of the slice."""
         assert self.looked == self.values.numel(), f"{self.looked} of {self.values.numel()} elements of {self.name} were looked at"
         return join_facts(self._parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """`values`, flat, are the elements of tensor `name`, of `spec`, from `start` on."""
+
+    name: str
+    values: torch.Tensor
+    start: int
+    spec: TensorSpec
 
 
 @dataclass(slots=True)
@@ -89,6 +100,10 @@ class SliceLedger:
         """Drop a run that is about to be written anew."""
         if name in self._runs:
             self._runs[name].drop(start)
+
+    def knows(self, name: str) -> bool:
+        """Tell whether something of a tensor came."""
+        return name in self._runs
 
     def check(self, name: str, start: int, count: int) -> None:
         """Check that a run is new or one that was there. Raises: ManifestMismatch."""

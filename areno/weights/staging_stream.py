@@ -18,6 +18,8 @@ from areno.weights.names import ParameterTable
 from areno.weights.shards import TensorShard
 from areno.weights.staged import Layout, PendingFacts, inspect_on_device
 
+LARGE_ELEMENTS = 1 << 20
+
 
 def layout_of(shard: TensorShard | None) -> Layout | None:
     """Return how a rank's part lies in its tensor; None for a whole one."""
@@ -53,9 +55,10 @@ class StagingStream:
             yield
 
     def copy_later(self, copies: list[tuple[torch.Tensor, torch.Tensor]], *, complete: bool) -> None:
-        """Take note of copies (target, source) between places on the device; the sources stay until these are over.
+        """Take note of copies (target, source) between places on the device.
 
-        Those that are not `complete` are written, or read too, by what is on the current stream before the copies are launched.
+        Sources that are `complete` stay until the copies are over. Others are written, or read too, by what is on the current stream
+        before the copies are launched, and are not kept by anybody.
         """
         self._copies += copies
         self._complete &= complete
@@ -111,10 +114,15 @@ class StagingStream:
         return facts, seconds
 
     def _launch_copies(self) -> None:
-        """Launch the copies that wait, those of one dtype together."""
+        """Launch the copies that wait: large ones alone, which is cheaper, and small ones of one dtype together."""
         copies, self._copies = self._copies, []
         complete, self._complete = self._complete, True
-        with self.beside_decode((source for _, source in copies), complete=complete):
-            for dtype in {source.dtype for _, source in copies}:
-                alike = [(target, source) for target, source in copies if source.dtype == dtype]
+        with self.beside_decode(() if complete else (source for _, source in copies), complete=complete):
+            small: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for target, source in copies:
+                if source.numel() >= LARGE_ELEMENTS:
+                    target.copy_(source, non_blocking=True)
+                else:
+                    small.setdefault(source.dtype, []).append((target, source))
+            for alike in small.values():
                 torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)

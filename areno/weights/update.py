@@ -19,18 +19,18 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from areno.parallel import TPGroup
 from areno.weights.digest import bits_of, digest, digest_slice
 from areno.weights.manifest import check_manifest, check_offer, mismatch, not_finite, offered_twice
-from areno.weights.names import ParameterTable, TensorSpec, dtype_name, is_finite
+from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtype_name, is_finite
 from areno.weights.prepared import PreparedCopies
 from areno.weights.report import UpdateCounts
 from areno.weights.shards import Overlap, TensorShard
-from areno.weights.slices import OpenSlice, SliceLedger
+from areno.weights.slices import OpenSlice, Slice, SliceLedger
 from areno.weights.staged import StagedFacts, inspect, inspect_rows, join_facts
 from areno.weights.staged_set import StagedSet
 from areno.weights.staging_stream import StagingStream, layout_of
@@ -143,7 +143,7 @@ class WeightUpdate:
         """Return where elements `start` to `start` + `count` of a tensor are staged, to be filled, looked at and given to `close_slice`.
 
         What was there counts as not staged. None where the values have to be looked at first: cast, cut, compared, or on a device.
-        Raises: as `stage_slice`.
+        Raises: as `stage_slices`.
         """
         assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
         canonical, size = check_offer(self._table, self._manifest, name, spec), math.prod(spec.shape)
@@ -159,7 +159,7 @@ class WeightUpdate:
         return OpenSlice(name, canonical, start, staged, live)
 
     def close_slice(self, filled: OpenSlice) -> None:
-        """Take a slice that was filled and looked at where it is staged. Raises: ManifestMismatch as `stage_slice`."""
+        """Take a slice that was filled and looked at where it is staged. Raises: ManifestMismatch as `stage_slices`."""
         assert self.state is not UpdateState.SWAPPED, f"a slice of {filled.name} came after the swap; stage before commit"
         canonical, size = filled.canonical, self._table.views[filled.canonical].numel()
         self.inspect_s += filled.inspect_s
@@ -172,15 +172,35 @@ class WeightUpdate:
         if self._slices.add(canonical, filled.start, filled.values.numel(), facts, size=size):
             self._complete(filled.name, canonical)
 
-    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: TensorSpec, complete: bool = True) -> None:
-        """Take `values` as elements `start`, `start` + 1, ... of a tensor of `spec`, flat in row-major order.
+    def stage_slices(self, slices: Iterable[Slice], *, complete: bool = True) -> None:
+        """Take elements of tensors; see `Slice`.
 
         Slices of a tensor come in any order and may be repeated; the tensor is staged once they cover it. Their bounds must
         stay the same within an update. Values on a CUDA device stay until `settle_slices`, or what `launch_slices` gave has passed; the
         current stream may still write them, or read them for others, before that is called where they are not `complete`.
-        Raises: ManifestMismatch as `stage`, and for slices that reach over the end or into each other.
+        Raises: ManifestMismatch as `stage`, and for slices that reach over the end or into each other; those before it are taken.
         """
-        assert self.state is not UpdateState.SWAPPED, f"a slice of {name} came after the swap; stage before commit"
+        assert self.state is not UpdateState.SWAPPED, "slices came after the swap; stage before commit"
+        self.state = UpdateState.OPEN
+        for one in slices:
+            if self._stream is None or not self._stage_whole(one, self._stream, complete):
+                self._stage_slice(one.name, one.values, one.start, one.spec, complete)
+
+    def _stage_whole(self, one: Slice, stream: StagingStream, complete: bool) -> bool:
+        """Take a slice if it is all of an uncut tensor on the device that comes for the first time: most are, and each has its price."""
+        name, values = canonical_name(one.name), one.values
+        if self._manifest is None or self._manifest.get(name) != one.spec or name in self._table.shards or name not in self._staged.views:
+            return False
+        flat = self._staged.flat(name)
+        fits = values.shape == flat.shape and dtype_name(values.dtype) == one.spec.dtype and not one.start
+        if not fits or not (values.is_cuda and flat.is_cuda) or self._slices.knows(name) or name in self._received.sources:
+            return False
+        stream.copy_later([(flat, values)], complete=complete)
+        self._slices.add(name, 0, values.numel(), None, size=values.numel())
+        self._complete(one.name, name)
+        return True
+
+    def _stage_slice(self, name: str, values: torch.Tensor, start: int, spec: TensorSpec, complete: bool) -> None:
         canonical, count, size = check_offer(self._table, self._manifest, name, spec), values.numel(), math.prod(spec.shape)
         if values.ndim != 1 or dtype_name(values.dtype) != spec.dtype or not 0 <= start <= size - count:
             raise mismatch(
@@ -188,7 +208,6 @@ class WeightUpdate:
                 name,
                 "send flat slices that lie within the tensor",
             )
-        self.state = UpdateState.OPEN
         self._slices.check(canonical, start, count)
         earlier = self._received.sources.get(canonical, name)
         if earlier != name:

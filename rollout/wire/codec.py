@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
@@ -38,6 +38,8 @@ _OPS = {op.value: op for op in Op}
 _ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for specs in ARRAYS.values() for spec in specs.values() for dtype in spec.dtypes}
 _REQUIRED = {op: frozenset(name for name, spec in specs.items() if spec.required) for op, specs in ARRAYS.items()}
 _NOTHING: frozenset[str] = frozenset()
+# Most of what lies in a message, in which nothing else does.
+_LEAVES = frozenset({int, str, float, bool, bytes, type(None)})
 # Byte orders of a dtype that are little-endian on this machine.
 _LITTLE = ("<", "|", "=") if sys.byteorder == "little" else ("<", "|")
 
@@ -81,13 +83,24 @@ def _encode_error(fields: Mapping[str, object], cause: Exception, culprit: str |
     return InvalidRequest(f"a message cannot be sent: {cause}", limit="fields are plain values", remedy="convert them first")
 
 
-def _has_text_keys(value: object, depth: int = MAX_DEPTH) -> bool:
+def _nested_in(levels: Iterable[object]) -> list[dict[object, object] | list[object]]:
+    """Return the maps and lists that lie in these."""
+    return [
+        item
+        for one in levels
+        for item in (one.values() if isinstance(one, dict) else cast(list[object], one))
+        if type(item) not in _LEAVES and isinstance(item, (dict, list))
+    ]
+
+
+def _has_text_keys(value: dict[object, object] | list[object]) -> bool:
     """Return whether all maps within have strings for keys, as the reader wants; what is nested deeper is the reader's to refuse."""
-    if not depth or not isinstance(value, (dict, list)):
-        return True
-    if isinstance(value, list):
-        return all(_has_text_keys(item, depth - 1) for item in value)
-    return all(isinstance(key, str) and _has_text_keys(item, depth - 1) for key, item in value.items())
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not all(isinstance(key, str) for one in level if isinstance(one, dict) for key in one):
+            return False
+        level = _nested_in(level)
+    return True
 
 
 def encode(op: Op, request_id: bytes, fields: Mapping[str, object], arrays: Arrays | None = None) -> list[Frame]:
@@ -130,12 +143,12 @@ def read_header(frame: bytes) -> Header:
 
 def _depth_over(value: list[object] | dict[str, object], limit: int) -> bool:
     """Return whether more than `limit` levels of lists and maps are nested in this one, itself included."""
-    if limit == 0:
-        return True
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (list, dict)) and _depth_over(item, limit - 1):
-            return True
-    return False
+    level: Sequence[object] = [value]
+    for _ in range(limit):
+        level = _nested_in(level)
+        if not level:
+            return False
+    return True
 
 
 class _ContainerCount:

@@ -424,9 +424,9 @@ class ScriptedEngine:
         """None was opened."""
         raise AssertionError("a slice is closed that was never opened")
 
-    def stage_slice(self, name: str, values: Any, *, start: int, spec: Any) -> None:
-        """Take a part of a tensor."""
-        self._weights.stage_slice(name, values, start=start, spec=spec)
+    def stage_slices(self, slices: Sequence[Any]) -> None:
+        """Take parts of tensors."""
+        self._weights.stage_slices(slices)
 
     def launch_slices(self) -> None:
         """Nothing is late here."""

@@ -70,11 +70,13 @@ def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[st
     transport.open(client.info(), ticket.update_id)
     started = time.perf_counter()
     bucket: Tensors = {}
+    gathered = 0
     for name, tensor in tensors.items():
         bucket[name] = tensor
-        if sum(one.nbytes for one in bucket.values()) >= transport.bucket_bytes:
+        gathered += tensor.nbytes
+        if gathered >= transport.bucket_bytes:
             transport.send(bucket)
-            bucket = {}
+            bucket, gathered = {}, 0
     transport.send(bucket)
     transport.close()
     staging_s = time.perf_counter() - started

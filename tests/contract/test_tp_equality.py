@@ -20,6 +20,7 @@ import torch
 from areno import Canary, Engine, EngineConfig, FinishKind
 from areno.errors import CanaryMismatch, DigestMismatch, InvalidConfig, ManifestMismatch
 from areno.weights.digest import digest
+from areno.weights.slices import Slice
 from tests.engine_runs import Output, random_prompt, reference_gap, request, run
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, reference_model, write_checkpoint
 from tests.tp_ranks import SideBySide, run_ranks
@@ -123,7 +124,7 @@ def push(engine: Engine, folder: Path, *, slices: int = 0, wrong: float = 0.0) -
             continue
         flat, spec = tensor.reshape(-1), manifest_of(tensors)[name]
         for start in range(0, flat.numel(), slices * 31):
-            engine.stage_slice(name, flat[start : start + slices * 31], start=start, spec=spec)
+            engine.stage_slices([Slice(name, flat[start : start + slices * 31], start, spec)])
         engine.settle_slices()
     report = engine.commit_update(digests=expected, canaries=[canary])
     assert report.num_tensors == len(engine.manifest) and report.canary_gap is not None and report.canary_gap < 1e-3

@@ -17,6 +17,7 @@ import torch
 from areno import Engine, EngineConfig
 from areno.errors import DigestMismatch, ManifestMismatch, UpdateBusy, WeightUpdateError
 from areno.weights.digest import digest
+from areno.weights.slices import Slice
 from tests.engine_runs import Output, Recorder, generate, random_prompt, reference_gap, request, run
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, reference_model, write_checkpoint
 from tests.tp_ranks import SideBySide, run_ranks
@@ -136,7 +137,7 @@ def test_no_token_is_computed_by_half_an_update(made: Versions, size: int) -> No
             if "down_proj.weight" in name:
                 flat = tensors[name].reshape(-1)
                 for start in range(0, flat.numel(), 1001):
-                    engine.stage_slice(name, flat[start : start + 1001], start=start, spec=manifest_of(tensors)[name])
+                    engine.stage_slices([Slice(name, flat[start : start + 1001], start, manifest_of(tensors)[name])])
                 engine.settle_slices()
             arrive(place % 3 == 0)
         assert engine.version == 0

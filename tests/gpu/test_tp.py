@@ -22,6 +22,7 @@ from areno import Engine, EngineConfig, EngineFailure, Request, SamplingParams
 from areno.weights.canary import Canary
 from areno.weights.digest import digest
 from areno.weights.names import TensorSpec, dtype_name
+from areno.weights.slices import Slice
 from tests.bench.decode_runs import compare, lock_step, run_plan
 from tests.gpu.test_engine import Told, prompts, requests_of, run
 from tests.gpu.test_engine_rebuilt import churn
@@ -189,7 +190,7 @@ def test_slices_on_a_device_are_read_when_they_have_come_and_not_after_they_may_
             torch.cuda.synchronize()
             # The other ranks are told of what comes only when this is over.
             torch.cuda._sleep(5_000_000)
-            engine.stage_slice(name, values, start=0, spec=manifest[name])
+            engine.stage_slices([Slice(name, values, 0, manifest[name])])
             launched = engine.launch_slices()
             while launched is not None and not engine.slices_copied(launched):
                 pass

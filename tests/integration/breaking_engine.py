@@ -77,7 +77,7 @@ def load_breaking_engine(*, trigger: str, **options: Any) -> Engine:
     updates = engine._updates
     open_update = updates._open_update
     # A slice is filled where it is staged, or handed over.
-    slices = ("open_slice", "stage_slice")
+    slices = ("open_slice", "stage_slices")
     updates._open_update = lambda: Breaking(open_update(), slices, breaks, "slice")  # type: ignore[method-assign, assignment, return-value]
     updates._proof = Breaking(updates._proof, ("measure",), breaks, "proof")  # type: ignore[assignment]
     return engine

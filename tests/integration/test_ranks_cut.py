@@ -20,6 +20,7 @@ from areno import Canary, Engine, EngineConfig, EngineFailure
 from areno.errors import DigestMismatch
 from areno.ranks.peers import Peers, PeersPlan
 from areno.weights.digest import digest
+from areno.weights.slices import Slice
 from rollout.service.last_weights import LastWeights
 from tests.engine_runs import generate, random_prompt, request, run
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, write_checkpoint
@@ -83,7 +84,7 @@ def test_weights_that_are_broadcast_are_proven_and_sleep_gives_them_back_bit_for
                 # Slices that end within rows, so that each rank takes its columns of parts of rows.
                 flat = tensor.reshape(-1)
                 for start in range(0, flat.numel(), 1001):
-                    engine.stage_slice(name, flat[start : start + 1001], start=start, spec=manifest_of(tensors)[name])
+                    engine.stage_slices([Slice(name, flat[start : start + 1001], start, manifest_of(tensors)[name])])
                 engine.settle_slices()
             else:
                 engine.stage(name, tensor)

@@ -20,6 +20,7 @@ from areno.errors import ManifestMismatch
 from areno.ranks.peers import Peers, PeersPlan
 from areno.ranks.segment import SegmentSizes
 from areno.weights.digest import digest
+from areno.weights.slices import Slice
 from tests.engine_runs import Recorder, generate, random_prompt, request, run
 from tests.fixtures_models import checkpoint_tensors, manifest_of, reference_logprobs, write_checkpoint
 
@@ -112,7 +113,7 @@ def test_scores_updates_and_sleep_go_through_the_log(engine: Engine, folder: Pat
         if "embed" in name:
             flat, spec = tensor.reshape(-1), manifest_of(tensors)[name]
             for start in range(0, flat.numel(), 3000):
-                engine.stage_slice(name, flat[start : start + 3000], start=start, spec=spec)
+                engine.stage_slices([Slice(name, flat[start : start + 3000], start, spec)])
             engine.settle_slices()
         else:
             engine.stage(name, tensor)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from trainer_bridge.errors import TransportUnusable
-from trainer_bridge.weights.bucket import ALIGNMENT, Piece, pack
+from trainer_bridge.weights.bucket import ALIGNMENT, pack
+from trainer_bridge.weights.names import DTYPE_NAMES
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
 # What is announced where it lies takes no memory: few large buckets.
@@ -123,6 +124,7 @@ class CudaIpcTransport:
         self._under_way: list[_UnderWay | None] = [None] * UNDER_WAY
         self._bounced = self._bounces_used = 0
         self._update_id = ""
+        self._uuid = b""
         self._next = 0
 
     @property
@@ -142,6 +144,7 @@ class CudaIpcTransport:
         earlier, self._known = list(self._known), {}
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
+            self._uuid = uuid.UUID(str(torch.cuda.get_device_properties(self._device).uuid)).bytes
             if self._driver is None:
                 self._driver = Driver()
             while len(self._events) < UNDER_WAY:
@@ -185,7 +188,7 @@ class CudaIpcTransport:
             direct: dict[str, tuple[torch.Tensor, Allocation]] = {}
             others: dict[str, torch.Tensor] = {}
             for name, tensor in bucket.items():
-                moved = tensor.to(self._device)
+                moved = tensor if tensor.device == self._device else tensor.to(self._device)
                 allocation = self._allocation(moved)
                 if allocation is None:
                     others[name] = moved
@@ -210,8 +213,17 @@ class CudaIpcTransport:
             if allocation.base not in places:
                 places[allocation.base] = len(allocations)
                 allocations.append(allocation)
-            piece = Piece(name, tuple(tensor.shape), 0, tensor.data_ptr() - allocation.base, tensor.reshape(-1))
-            pieces.append({**piece.fields(), "place": places[allocation.base]})
+            pieces.append(
+                {
+                    "name": name,
+                    "dtype": DTYPE_NAMES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "start": 0,
+                    "count": tensor.numel(),
+                    "offset": tensor.data_ptr() - allocation.base,
+                    "place": places[allocation.base],
+                }
+            )
         self._post(pieces, allocations, [tensor for tensor, _ in tensors.values()])
 
     def _post(self, pieces: list[dict[str, Any]], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
@@ -224,10 +236,9 @@ class CudaIpcTransport:
             # The card would come to an event of this process only after what the engine has launched meanwhile.
             event, event_handle = self._events[turn]
             self._driver.call("cuEventRecord", event, stream.cuda_stream)
-        device = uuid.UUID(str(torch.cuda.get_device_properties(self._device).uuid)).bytes
         handle = {
             "kind": "cuda",
-            "device": device,
+            "device": self._uuid,
             "event": event_handle,
             "allocations": [{"handle": one.handle, "size": one.size} for one in allocations],
         }

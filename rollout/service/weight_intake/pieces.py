@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.errors import BucketRefused
@@ -45,7 +45,7 @@ class SliceEngine(Protocol):
 
     def open_slice(self, name: str, *, start: int, count: int, spec: Any) -> Any: ...
     def close_slice(self, filled: Any) -> None: ...
-    def stage_slice(self, name: str, values: torch.Tensor, *, start: int, spec: Any) -> None: ...
+    def stage_slices(self, slices: Sequence[Any]) -> None: ...
     def launch_slices(self) -> object | None: ...
     def slices_copied(self, launched: Any) -> bool: ...
     def settle_slices(self) -> None: ...
@@ -108,8 +108,16 @@ def stage_pieces(engine: SliceEngine, body: WeightsStageBucket, source: BucketSo
 
 def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketSource, *, slices: int, num_bytes: int) -> Steps:
     from areno.weights.names import TensorSpec
+    from areno.weights.slices import Slice
 
     yield from source.prepare()
+    gathered: list[Slice] = []
+
+    def hand_over() -> None:
+        if gathered:
+            engine.stage_slices(gathered)
+            gathered.clear()
+
     made = moved = 0
     for piece in body.pieces:
         item = ITEM_BYTES[piece.dtype]
@@ -123,17 +131,20 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
                 source.values(piece, first, count, opened.values[first : first + count])
                 opened.look(count)
             else:
-                engine.stage_slice(piece.name, source.values(piece, first, count, None), start=piece.start + first, spec=spec)
+                gathered.append(Slice(piece.name, source.values(piece, first, count, None), piece.start + first, spec))
                 if not source.stays:
+                    hand_over()
                     engine.settle_slices()
             made, moved = made + 1, moved + count * item
             if made >= slices or moved >= num_bytes:
+                hand_over()
                 made = moved = 0
                 if source.own:
                     engine.launch_slices()
                 yield Pace.GO_ON
         if opened is not None:
             engine.close_slice(opened)
+    hand_over()
     if not source.own:
         engine.settle_slices()
         return

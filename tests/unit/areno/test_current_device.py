@@ -70,7 +70,7 @@ def test_every_method_of_the_engine_that_reaches_the_device_is_guarded() -> None
         "sleep",
         "slices_copied",
         "stage",
-        "stage_slice",
+        "stage_slices",
         "step",
         "wake",
         "whole_tensor",

@@ -14,6 +14,7 @@ from areno.models.registry import build_model
 from areno.weights.canary import Canary
 from areno.weights.digest import digest
 from areno.weights.load import load_checkpoint
+from areno.weights.slices import Slice
 from areno.weights.update import WeightUpdate
 from tests.engine_runs import make_engine
 from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
@@ -81,7 +82,7 @@ def test_a_tensor_that_comes_again_is_copied_again(folders: tuple[Path, Path]) -
         update.stage(name, tensor)
     update.stage(UP, new[UP] * 2)
     for start, values in ((start, values) for name, start, values in slices_of({UP: new[UP] * 3}, 1000)):
-        update.stage_slice(UP, values, start=start, spec=spec_of(new[UP]))
+        update.stage_slices([Slice(UP, values, start, spec_of(new[UP]))])
     update.verify(None)
     update.swap()
     assert torch.equal(decoder.table.views[UP], new[UP] * 3)

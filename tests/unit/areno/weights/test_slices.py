@@ -13,13 +13,13 @@ from areno.errors import DigestMismatch, ManifestMismatch
 from areno.models.dense import DenseDecoder
 from areno.weights.digest import digest
 from areno.weights.names import TensorSpec, dtype_name
-from areno.weights.slices import SliceLedger
+from areno.weights.slices import Slice, SliceLedger
 from areno.weights.staged import StagedFacts
 from areno.weights.update import WeightUpdate
 from tests.fixtures_models import checkpoint_tensors, load_decoder, manifest_of, write_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-Slice = tuple[str, int, torch.Tensor]
+Part = tuple[str, int, torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=["plain", "tied"])
@@ -40,7 +40,7 @@ def new(folders: tuple[Path, Path]) -> dict[str, torch.Tensor]:
     return checkpoint_tensors(folders[1])
 
 
-def slices_of(tensors: dict[str, torch.Tensor], step: int) -> list[Slice]:
+def slices_of(tensors: dict[str, torch.Tensor], step: int) -> list[Part]:
     return [
         (name, start, tensor.reshape(-1)[start : start + step])
         for name, tensor in tensors.items()
@@ -61,7 +61,7 @@ def test_slices_in_any_order_and_again_make_the_update_that_whole_tensors_make(d
     for index in [*order, *order[:50]]:
         name, start, values = slices[index]
         scratch = values.clone()
-        update.stage_slice(name, scratch, start=start, spec=spec_of(new[name]))
+        update.stage_slices([Slice(name, scratch, start, spec_of(new[name]))])
         scratch.fill_(7.0)
     update.verify({name: digest(tensor.to(torch.bfloat16)) for name, tensor in new.items()})
     update.swap()
@@ -73,17 +73,17 @@ def test_a_tensor_with_a_slice_missing_never_came(decoder: DenseDecoder, new: di
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
     for name, start, values in slices_of(new, 1000):
         if (name, start) != (Q, 1000):
-            update.stage_slice(name, values, start=start, spec=spec_of(new[name]))
+            update.stage_slices([Slice(name, values, start, spec_of(new[name]))])
     with pytest.raises(ManifestMismatch, match=rf"1 of \d+ tensors never came: {Q}"):
         update.verify(None)
-    update.stage_slice(Q, new[Q].reshape(-1)[1000:2000], start=1000, spec=spec_of(new[Q]))
+    update.stage_slices([Slice(Q, new[Q].reshape(-1)[1000:2000], 1000, spec_of(new[Q]))])
     update.verify(None)
 
 
 def test_a_slice_of_other_bits_is_named_by_its_digest(decoder: DenseDecoder, new: dict[str, torch.Tensor]) -> None:
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
     for name, start, values in slices_of(new, 1000):
-        update.stage_slice(name, -values if (name, start) == (Q, 1000) else values, start=start, spec=spec_of(new[name]))
+        update.stage_slices([Slice(name, -values if (name, start) == (Q, 1000) else values, start, spec_of(new[name]))])
     with pytest.raises(DigestMismatch, match=f"differ for {Q}"):
         update.verify({name: digest(tensor.to(torch.bfloat16)) for name, tensor in new.items()})
 
@@ -102,24 +102,24 @@ def test_slices_that_reach_over_the_end_or_into_each_other_are_refused(
 ) -> None:
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
     flat, spec = new[Q].reshape(-1), spec_of(new[Q])
-    update.stage_slice(Q, flat[:10], start=0, spec=spec)
+    update.stage_slices([Slice(Q, flat[:10], 0, spec)])
     with pytest.raises(ManifestMismatch, match=said):
-        update.stage_slice(Q, flat[:count], start=start, spec=spec)
+        update.stage_slices([Slice(Q, flat[:count], start, spec)])
 
 
 def test_a_slice_with_nan_or_under_another_name_or_shape_is_refused(decoder: DenseDecoder, new: dict[str, torch.Tensor]) -> None:
     update = WeightUpdate(decoder.table, None, version=1, partial=False)
     flat, spec = new[Q].reshape(-1), spec_of(new[Q])
-    update.stage_slice(Q, flat, start=0, spec=spec)
+    update.stage_slices([Slice(Q, flat, 0, spec)])
     with pytest.raises(ManifestMismatch, match="NaN or infinity"):
-        update.stage_slice(Q, torch.full_like(flat, torch.nan), start=0, spec=spec)
+        update.stage_slices([Slice(Q, torch.full_like(flat, torch.nan), 0, spec)])
     with pytest.raises(ManifestMismatch, match="never came"):
         update.verify(None)
     with pytest.raises(ManifestMismatch, match="shape"):
-        update.stage_slice(Q, flat, start=0, spec=TensorSpec("float32", (flat.numel(),)))
-    update.stage_slice(Q, flat, start=0, spec=spec)
+        update.stage_slices([Slice(Q, flat, 0, TensorSpec("float32", (flat.numel(),)))])
+    update.stage_slices([Slice(Q, flat, 0, spec)])
     with pytest.raises(ManifestMismatch, match="offered twice"):
-        update.stage_slice(f"module.{Q}", flat, start=0, spec=spec)
+        update.stage_slices([Slice(f"module.{Q}", flat, 0, spec)])
 
 
 def test_the_ledger_agrees_with_a_plain_list_of_runs_whatever_comes() -> None:
