@@ -105,8 +105,9 @@ class Updates:
                 return
             for one in slices:
                 # The other ranks are sent the values on the current stream, from where they are.
-                update.stage_slices([one], complete=not one.values.is_cuda)
-                self._ranks.stage(one.name, one.values, start=one.start, shape=one.spec.shape, whole=False)
+                values = one.tensor
+                update.stage_slices([one._replace(values=values)], complete=not values.is_cuda)
+                self._ranks.stage(one.name, values, start=one.start, shape=one.spec.shape, whole=False)
 
     def launch_slices(self) -> torch.cuda.Event | None:
         """As `Engine.launch_slices`."""

@@ -1,4 +1,4 @@
-"""Passes over many tensors at once on a CUDA device: what is learnt of staged weights, and the exchange of live and staged ones.
+"""Passes over many tensors at once on a CUDA device: copies to staged weights, what is learnt of them, their exchange with live ones.
 
 A launch for each of a model's hundreds of tensors would cost the host more than the device; here a table of addresses goes up
 and one launch follows it, each program a span of one tensor. Both read and write what they must and nothing else.
@@ -99,6 +99,25 @@ def _inspect_kernel(
 
 
 @triton.jit
+def _copy_kernel(
+    targets, sources, counts, piece_of, first_of,
+    WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    piece = tl.load(piece_of + tl.program_id(0)).to(tl.int64)
+    first = tl.load(first_of + tl.program_id(0))
+    count = tl.load(counts + piece)
+    target = tl.load(targets + piece).to(tl.pointer_type(WORD))
+    source = tl.load(sources + piece).to(tl.pointer_type(WORD))
+    whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
+    for block in range(whole):
+        place = first + block * BLOCK + tl.arange(0, BLOCK)
+        _store(target, place, count, _load(source, place, count, True, ALIGNED), True, ALIGNED)
+    if whole < BLOCKS:
+        place = first + whole * BLOCK + tl.arange(0, BLOCK)
+        _store(target, place, count, _load(source, place, count, False, ALIGNED), False, ALIGNED)
+
+
+@triton.jit
 def _swap_block(ones, others, place, count, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
     held = _load(ones, place, count, WHOLE, ALIGNED)
     _store(ones, place, count, _load(others, place, count, WHOLE, ALIGNED), WHOLE, ALIGNED)
@@ -120,6 +139,18 @@ def _swap_kernel(
         _swap_block(ones, others, first + block * BLOCK + tl.arange(0, BLOCK), count, True, ALIGNED)
     if whole < BLOCKS:
         _swap_block(ones, others, first + whole * BLOCK + tl.arange(0, BLOCK), count, False, ALIGNED)
+
+
+def copy_runs(device: torch.device, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy memory that `device` can address, on its current stream. `runs`: address of the target, of the source, bytes; none overlap."""
+    memory = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    # One tensor of odd size does not make narrow words of all others.
+    sizes = np.gcd(8, np.gcd.reduce(memory, axis=1))
+    for size in np.unique(sizes).tolist():
+        alike = memory[sizes == size].T
+        programs, tables, aligned = _tables_of(device, alike[:2].copy(), alike[2] // size)
+        if programs:
+            _copy_kernel[(programs,)](*tables, WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
 
 
 def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]] | None = None) -> torch.Tensor:
@@ -179,10 +210,14 @@ def _tables(pairs: Sequence[Pair], size: int) -> tuple[int, list[torch.Tensor], 
     """Return the number of programs, what they look up (addresses, counts, piece and first element), and whether 16-byte loads fit."""
     assert all(tensor.is_contiguous() for pair in pairs for tensor in pair), "tensors are passed over as flat memory"
     addresses = np.array([[tensor.data_ptr() for tensor in pair] for pair in pairs], dtype=np.int64).T.copy()
-    counts = np.array([one.numel() for one, _ in pairs], dtype=np.int64)
+    return _tables_of(pairs[0][0].device, addresses, np.array([one.numel() for one, _ in pairs], dtype=np.int64))
+
+
+def _tables_of(device: torch.device, addresses: np.ndarray, counts: np.ndarray) -> tuple[int, list[torch.Tensor], bool]:
+    """As `_tables`, for `addresses` [2, n] and `counts` [n]."""
     spans = -(-counts // (BLOCK * BLOCKS))
-    piece_of = np.repeat(np.arange(len(pairs), dtype=np.int32), spans)
+    piece_of = np.repeat(np.arange(counts.size, dtype=np.int32), spans)
     before = np.repeat(np.cumsum(spans) - spans, spans)
     first_of = (np.arange(piece_of.size, dtype=np.int64) - before) * (BLOCK * BLOCKS)
-    tables = upload(pairs[0][0].device, addresses[0], addresses[1], counts, piece_of, first_of)
+    tables = upload(device, addresses[0], addresses[1], counts, piece_of, first_of)
     return int(piece_of.size), tables, not (addresses % 16).any()

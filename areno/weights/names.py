@@ -131,7 +131,6 @@ class ParameterTable:
         "_addresses",
         "_copies",
         "_derived",
-        "_flat",
         "_parts",
         "_pinned",
         "_storages",
@@ -160,7 +159,6 @@ class ParameterTable:
         self._addresses: dict[str, int] = {}
         self._parts: dict[str, dict[str, int]] = {}
         self._storages: dict[str, str] = {}
-        self._flat: dict[str, torch.Tensor] = {}
         self._twin: ParameterTable | None = None
 
     def allocate(
@@ -276,13 +274,6 @@ class ParameterTable:
     def parts_of(self, storage: str) -> Set[str]:
         """Return the tensors that lie in a storage."""
         return self._parts[storage].keys()
-
-    def flat(self, name: str) -> torch.Tensor:
-        """Return the view of a tensor with its elements in one dimension."""
-        found = self._flat.get(name)
-        if found is None:
-            found = self._flat[name] = self.views[name].view(-1)
-        return found
 
     def copies_of(self, storage: str) -> Sequence[DerivedCopy]:
         """Return the derived copies of a storage."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -46,14 +47,37 @@ class OpenSlice:
         return join_facts(self._parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class DeviceRun(NamedTuple):
+    """`size` elements in memory of a CUDA device, which no tensor was made of yet: that costs as much as a small copy.
+
+    `address` is that of `memory`, uint8 [bytes], and `offset` counts bytes in it.
+    """
+
+    memory: torch.Tensor
+    address: int
+    offset: int
+    size: int
+    dtype: str
+
+    def tensor(self) -> torch.Tensor:
+        """Return the elements, flat."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.memory[self.offset : self.offset + self.size * dtype.itemsize].view(dtype)
+
+
+# Named tuples, the cheapest of frozen values: some hundreds are made for every update.
+class Slice(NamedTuple):
     """`values`, flat, are the elements of tensor `name`, of `spec`, from `start` on."""
 
     name: str
-    values: torch.Tensor
+    values: torch.Tensor | DeviceRun
     start: int
     spec: TensorSpec
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values as a tensor."""
+        return self.values.tensor() if isinstance(self.values, DeviceRun) else self.values
 
 
 @dataclass(slots=True)
@@ -87,27 +111,43 @@ class _Runs:
 class SliceLedger:
     """Runs of elements by tensor name."""
 
-    __slots__ = ("_runs",)
+    __slots__ = ("_runs", "_wholes")
 
     def __init__(self) -> None:
         self._runs: dict[str, _Runs] = {}
+        # Elements of tensors that came in one slice, of which nothing else is known yet.
+        self._wholes: dict[str, int] = {}
 
     def forget(self, name: str) -> None:
         """Drop a tensor's runs: it came whole, or has to come again."""
+        self._wholes.pop(name, None)
         self._runs.pop(name, None)
+
+    def add_whole(self, name: str, count: int) -> None:
+        """Take note of a tensor that nothing came of before, all in one slice; what is in it the device finds out."""
+        self._wholes[name] = count
+
+    def _runs_of(self, name: str) -> _Runs | None:
+        """Return the runs of a tensor if something of it came."""
+        count = self._wholes.pop(name, None)
+        if count is not None:
+            runs = self._runs[name] = _Runs()
+            runs.add(0, count, None)
+        return self._runs.get(name)
 
     def drop(self, name: str, start: int) -> None:
         """Drop a run that is about to be written anew."""
-        if name in self._runs:
-            self._runs[name].drop(start)
+        runs = self._runs_of(name)
+        if runs is not None:
+            runs.drop(start)
 
     def knows(self, name: str) -> bool:
         """Tell whether something of a tensor came."""
-        return name in self._runs
+        return name in self._runs or name in self._wholes
 
     def check(self, name: str, start: int, count: int) -> None:
         """Check that a run is new or one that was there. Raises: ManifestMismatch."""
-        runs = self._runs.get(name)
+        runs = self._runs_of(name)
         if runs is None or not count:
             return
         known = runs.by_start.get(start)
@@ -116,11 +156,13 @@ class SliceLedger:
 
     def add(self, name: str, start: int, count: int, facts: StagedFacts | None, *, size: int) -> bool:
         """Take note of a run; return whether the tensor of `size` elements is whole now. A run of no elements changes nothing."""
-        runs = self._runs.setdefault(name, _Runs())
+        runs = self._runs_of(name) or self._runs.setdefault(name, _Runs())
         if count:
             runs.add(start, count, facts)
         return runs.elements == size
 
     def facts(self, name: str) -> StagedFacts:
         """Return what is known of a whole tensor from its runs."""
-        return join_facts(facts for _, facts in self._runs[name].by_start.values() if facts is not None)
+        runs = self._runs_of(name)
+        assert runs is not None, f"nothing came of {name}"
+        return join_facts(facts for _, facts in runs.by_start.values() if facts is not None)

@@ -18,8 +18,6 @@ from areno.weights.names import ParameterTable
 from areno.weights.shards import TensorShard
 from areno.weights.staged import Layout, PendingFacts, inspect_on_device
 
-LARGE_ELEMENTS = 1 << 20
-
 
 def layout_of(shard: TensorShard | None) -> Layout | None:
     """Return how a rank's part lies in its tensor; None for a whole one."""
@@ -29,7 +27,7 @@ def layout_of(shard: TensorShard | None) -> Layout | None:
 class StagingStream:
     """Copies that wait to be launched together, and staged tensors that nothing is known of yet."""
 
-    __slots__ = ("_complete", "_copies", "_looker", "_looks", "_staged", "_stream", "_table", "_unknown")
+    __slots__ = ("_complete", "_copies", "_kept", "_looker", "_looks", "_runs", "_staged", "_stream", "_table", "_unknown")
 
     def __init__(self, table: ParameterTable, staged: ParameterTable) -> None:
         self._table, self._staged = table, staged
@@ -39,13 +37,22 @@ class StagingStream:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether all that they read is there already.
         self._complete = True
+        # Copies of whole tensors (address of the target, of the source, bytes), and what has to live until they are launched.
+        self._runs: list[tuple[int, int, int]] = []
+        self._kept: list[object] = []
         self._unknown: dict[str, None] = {}
         # When looks began and ended.
         self._looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def beside_decode(self, sources: Iterable[torch.Tensor], *, complete: bool) -> Iterator[None]:
-        """Let copies run while decode goes on, unless their sources are not `complete` after what was launched before."""
+        """Let copies run while decode goes on, after all that wait; unless their sources are `complete`, after what was launched before."""
+        self._launch_copies()
+        with self._on_stream(sources, complete=complete):
+            yield
+
+    @contextlib.contextmanager
+    def _on_stream(self, sources: Iterable[torch.Tensor], *, complete: bool) -> Iterator[None]:
         if not complete:
             self._stream.wait_stream(torch.cuda.current_stream(self._table.device))
         for source in sources:
@@ -62,6 +69,14 @@ class StagingStream:
         """
         self._copies += copies
         self._complete &= complete
+
+    def copy_run_later(self, target: torch.Tensor, source: int, kept: object) -> None:
+        """Take note of a copy to a contiguous tensor on the device from the address of as many bytes; `kept` owns these.
+
+        They are complete, and stay until the copy is over.
+        """
+        self._runs.append((target.data_ptr(), source, target.nbytes))
+        self._kept.append(kept)
 
     def look_later(self, name: str) -> None:
         """Take note of a tensor that is staged and has to be looked at."""
@@ -114,15 +129,19 @@ class StagingStream:
         return facts, seconds
 
     def _launch_copies(self) -> None:
-        """Launch the copies that wait: large ones alone, which is cheaper, and small ones of one dtype together."""
+        """Launch the copies that wait: whole tensors together, others of one dtype together."""
+        if self._runs:
+            from areno.kernels.weights import copy_runs
+
+            with torch.cuda.stream(self._stream):
+                copy_runs(self._table.device, self._runs)
+            self._runs.clear()
+            self._kept.clear()
+        if not self._copies:
+            return
         copies, self._copies = self._copies, []
         complete, self._complete = self._complete, True
-        with self.beside_decode(() if complete else (source for _, source in copies), complete=complete):
-            small: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-            for target, source in copies:
-                if source.numel() >= LARGE_ELEMENTS:
-                    target.copy_(source, non_blocking=True)
-                else:
-                    small.setdefault(source.dtype, []).append((target, source))
-            for alike in small.values():
+        with self._on_stream(() if complete else (source for _, source in copies), complete=complete):
+            for dtype in {source.dtype for _, source in copies}:
+                alike = [(target, source) for target, source in copies if source.dtype == dtype]
                 torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike], non_blocking=True)

@@ -30,7 +30,7 @@ from areno.weights.names import ParameterTable, TensorSpec, canonical_name, dtyp
 from areno.weights.prepared import PreparedCopies
 from areno.weights.report import UpdateCounts
 from areno.weights.shards import Overlap, TensorShard
-from areno.weights.slices import OpenSlice, Slice, SliceLedger
+from areno.weights.slices import DeviceRun, OpenSlice, Slice, SliceLedger
 from areno.weights.staged import StagedFacts, inspect, inspect_rows, join_facts
 from areno.weights.staged_set import StagedSet
 from areno.weights.staging_stream import StagingStream, layout_of
@@ -183,20 +183,26 @@ class WeightUpdate:
         assert self.state is not UpdateState.SWAPPED, "slices came after the swap; stage before commit"
         self.state = UpdateState.OPEN
         for one in slices:
-            if self._stream is None or not self._stage_whole(one, self._stream, complete):
-                self._stage_slice(one.name, one.values, one.start, one.spec, complete)
+            if self._stream is None or not complete or not self._stage_whole(one, self._stream):
+                self._stage_slice(one.name, one.tensor, one.start, one.spec, complete)
 
-    def _stage_whole(self, one: Slice, stream: StagingStream, complete: bool) -> bool:
+    def _stage_whole(self, one: Slice, stream: StagingStream) -> bool:
         """Take a slice if it is all of an uncut tensor on the device that comes for the first time: most are, and each has its price."""
-        name, values = canonical_name(one.name), one.values
-        if self._manifest is None or self._manifest.get(name) != one.spec or name in self._table.shards or name not in self._staged.views:
+        name, values, target = canonical_name(one.name), one.values, None
+        if self._manifest is not None and self._manifest.get(name) == one.spec and name not in self._table.shards and not one.start:
+            target = self._staged.views.get(name)
+        if target is None or not target.is_cuda or self._slices.knows(name) or name in self._received.sources:
             return False
-        flat = self._staged.flat(name)
-        fits = values.shape == flat.shape and dtype_name(values.dtype) == one.spec.dtype and not one.start
-        if not fits or not (values.is_cuda and flat.is_cuda) or self._slices.knows(name) or name in self._received.sources:
+        if isinstance(values, DeviceRun):
+            count, dtype, source = values.size, values.dtype, values.address + values.offset
+        elif values.is_cuda and values.is_contiguous():
+            count, dtype, source = values.numel(), dtype_name(values.dtype), values.data_ptr()
+        else:
             return False
-        stream.copy_later([(flat, values)], complete=complete)
-        self._slices.add(name, 0, values.numel(), None, size=values.numel())
+        if count != target.numel() or not dtype == one.spec.dtype == dtype_name(target.dtype):
+            return False
+        stream.copy_run_later(target, source, values)
+        self._slices.add_whole(name, count)
         self._complete(one.name, name)
         return True
 

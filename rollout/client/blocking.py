@@ -315,14 +315,14 @@ class Client:
         bucket: int,
         *,
         size: int,
-        pieces: Sequence[Mapping[str, Any]],
+        pieces: Mapping[str, Any],
         handle: Mapping[str, Any],
         xxh3: str | None = None,
         content: np.ndarray | None = None,
     ) -> CallHandle:
         """Send a bucket of weights and return what to wait for; the trainer's next bucket may be made meanwhile.
 
-        `pieces` say which elements lie where, `handle` where the bytes are; see `rollout/README.md`. A bucket may be sent again
+        `pieces` say in columns which elements lie where, `handle` where the bytes are; see `rollout/README.md`. A bucket may be sent again
         under its number. `result` raises: BucketRefused, TransportUnavailable, ManifestMismatch, NoUpdate.
         """
         operation = operations.weights_stage_bucket(update_id, bucket, size=size, pieces=pieces, handle=handle, xxh3=xxh3, content=content)

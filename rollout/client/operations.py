@@ -268,13 +268,13 @@ def weights_stage_bucket(
     bucket: int,
     *,
     size: int,
-    pieces: Sequence[Mapping[str, Any]],
+    pieces: Mapping[str, Any],
     handle: Mapping[str, Any],
     xxh3: str | None,
     content: np.ndarray | None,
 ) -> Operation[None]:
     """Let the engine host take a bucket's tensors."""
-    fields = {"update_id": update_id, "bucket": bucket, "size": size, "pieces": list(pieces), "handle": dict(handle), "xxh3": xxh3}
+    fields = {"update_id": update_id, "bucket": bucket, "size": size, "pieces": dict(pieces), "handle": dict(handle), "xxh3": xxh3}
     arrays = {} if content is None else {"content": content}
     return Operation(op=Op.WEIGHTS_STAGE_BUCKET, read=_nothing, fields=fields, arrays=arrays, control=True)
 

@@ -13,9 +13,9 @@ handle names bytes that the engine host can check before it takes them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout.wire.fields import Count, Message, Name, Token16
 
@@ -32,16 +32,43 @@ Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FloatName = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-class TensorPiece(Message):
-    """Elements `start` to `start + count` of one tensor, flat in row-major order, at byte `offset` of allocation `place`."""
+class TensorPiece(NamedTuple):
+    """`size` elements of one tensor from `start` on, flat in row-major order, at byte `offset` of allocation `place`."""
 
-    name: Name
-    dtype: FloatName
-    shape: Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]
-    start: Count
-    count: Annotated[int, Field(ge=1, lt=2**63)]
-    offset: Count
-    place: Count = 0
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+    size: int
+    offset: int
+    place: int
+
+
+class TensorPieces(Message):
+    """Pieces of tensors as columns of one length, see `TensorPiece`; without `places` all lie in place 0.
+
+    Columns, for a bucket may have hundreds: fields of a map for each are read several times as slowly.
+    """
+
+    names: Annotated[list[Name], Field(max_length=MAX_PIECES)]
+    dtypes: Annotated[list[FloatName], Field(max_length=MAX_PIECES)]
+    shapes: Annotated[list[Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]], Field(max_length=MAX_PIECES)]
+    starts: Annotated[list[Count], Field(max_length=MAX_PIECES)]
+    counts: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(max_length=MAX_PIECES)]
+    offsets: Annotated[list[Count], Field(max_length=MAX_PIECES)]
+    places: Annotated[list[Count], Field(max_length=MAX_PIECES)] | None = None
+
+    @model_validator(mode="after")
+    def _columns_are_alike(self) -> TensorPieces:
+        lengths = {name: len(column) for name in type(self).model_fields if (column := getattr(self, name)) is not None}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of one length, not of {lengths}")
+        return self
+
+    def rows(self) -> list[TensorPiece]:
+        """Return the pieces one by one."""
+        places = [0] * len(self.names) if self.places is None else self.places
+        return list(map(TensorPiece, self.names, self.dtypes, self.shapes, self.starts, self.counts, self.offsets, places))
 
 
 class SharedHandle(Message):
@@ -98,7 +125,7 @@ class WeightsStageBucket(Message):
     update_id: Name
     bucket: Count
     size: Count
-    pieces: Annotated[list[TensorPiece], Field(max_length=MAX_PIECES)]
+    pieces: TensorPieces
     handle: Handle
     xxh3: Xxh3 | None = None
 

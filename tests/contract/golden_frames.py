@@ -55,8 +55,8 @@ FACTS = {
     "max_model_len": 512, "page_size": 16, "num_pages": 64, "pool_tokens": 1024, "max_rows": 8, "sampling_slots": 4, "kept_ids": True,
     "run_ahead": 0, "decode_tables": "resident", "result_transport": "host", "result_transport_reason": "", "num_parameters": 1, "tp": 1,
 }  # fmt: skip
-PIECE = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "start": 0, "count": 6, "offset": 0, "place": 0}
-BUCKET = {"update_id": "u", "bucket": 3, "size": 12, "pieces": [PIECE], "xxh3": None}
+PIECES = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "starts": [0], "counts": [6], "offsets": [0], "places": [0]}
+BUCKET = {"update_id": "u", "bucket": 3, "size": 12, "pieces": PIECES, "xxh3": None}
 EVERY_OPTION = {
     "max_new_tokens": 8, "min_new_tokens": 1, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 2**63, "ignore_eos": True, "stop": ["\u00e9"], "logprobs": True,

@@ -242,7 +242,7 @@ def test_arrays_travel_little_endian_whatever_the_caller_has() -> None:
     assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": strided})[2]) == np.array([0, 2, 4], "<i4").tobytes()
 
 
-PIECE = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "start": 0, "count": 6, "offset": 0, "place": 0}
+PIECES = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "starts": [0], "counts": [6], "offsets": [0], "places": [0]}
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ PIECE = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "start": 0, "count":
     ],
 )
 def test_a_bucket_of_weights_has_these_bytes(handle: dict[str, object], arrays: dict[str, np.ndarray], said: str) -> None:
-    fields = {"update_id": "u", "bucket": 3, "size": 12, "pieces": [PIECE], "handle": handle, "xxh3": None}
+    fields = {"update_id": "u", "bucket": 3, "size": 12, "pieces": PIECES, "handle": handle, "xxh3": None}
     frames = [bytes(frame) for frame in encode(Op.WEIGHTS_STAGE_BUCKET, REQUEST_ID, fields, arrays)]
     assert frames[0].hex() == "01003900000102030405060708090a0b0c0d0e0f"
     before = (
-        "9286a97570646174655f6964a175a66275636b657403a473697a650ca67069656365739187a46e616d65a161a56474797065a862666c6f61743136a57368"
-        "617065920203a5737461727400a5636f756e7406a66f666673657400a5706c61636500a668616e646c65"
+        "9286a97570646174655f6964a175a66275636b657403a473697a650ca670696563657387a56e616d657391a161a664747970657391a862666c6f61743136"
+        "a673686170657391920203a67374617274739100a6636f756e74739106a76f6666736574739100a6706c616365739100a668616e646c65"
     )
     after = "a478786833c0" + ("91" + "93a7636f6e74656e74a37c7531910c" if arrays else "90")
     assert frames[1].hex() == before + said + after

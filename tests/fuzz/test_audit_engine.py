@@ -11,6 +11,7 @@ import xxhash
 
 import rollout
 from rollout.errors import RolloutError
+from tests.bucket_pieces import columns
 from tests.fuzz.audited import audited_service
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "agentic" / "tiny_model"
@@ -35,7 +36,7 @@ def push_bucket(client: rollout.Client) -> None:
         ticket.update_id,
         0,
         size=values.size,
-        pieces=[piece],
+        pieces=columns([piece]),
         handle={"kind": "frames"},
         xxh3=xxhash.xxh3_64_hexdigest(values.tobytes()),
         content=values,

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 import tests.foreign_client as foreign
 from areno.weights.digest import digest
 from rollout.seeds import derive_seed
+from tests.bucket_pieces import columns
 from tests.fakes import TENSORS, fake_ids, fake_logprobs, fake_service
 from tests.foreign_client import ForeignClient
 from tests.unit.rollout.agent.byte_tokenizer import files
@@ -143,7 +144,13 @@ def test_it_pushes_weights_and_tokens_tell_their_version(service: tuple[Any, str
         piece = {"name": name, "dtype": dtype, "shape": list(shape), "start": 0, "count": count, "offset": len(content)}
         pieces.append(piece)
         content += struct.pack(f"<{count}f", *([0.5] * count))
-    bucket = {"bucket": 0, "size": len(content), "pieces": pieces, "handle": {"kind": "frames"}, "xxh3": xxhash.xxh3_64_hexdigest(content)}
+    bucket = {
+        "bucket": 0,
+        "size": len(content),
+        "pieces": columns(pieces),
+        "handle": {"kind": "frames"},
+        "xxh3": xxhash.xxh3_64_hexdigest(content),
+    }
     bytes_of = {"content": ("|u1", [len(content)], list(content))}
     staging = {"update_id": ticket["update_id"], **bucket}
     client.call(client.control, foreign.WEIGHTS_STAGE_BUCKET, staging, bytes_of, want=foreign.DONE)

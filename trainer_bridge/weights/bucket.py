@@ -26,17 +26,6 @@ class Piece:
     offset: int
     values: torch.Tensor
 
-    def fields(self) -> dict[str, Any]:
-        """Return the piece as it is announced."""
-        return {
-            "name": self.name,
-            "dtype": DTYPE_NAMES[self.values.dtype],
-            "shape": list(self.shape),
-            "start": self.start,
-            "count": self.values.numel(),
-            "offset": self.offset,
-        }
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBucket:
@@ -45,9 +34,16 @@ class PackedBucket:
     pieces: tuple[Piece, ...]
     size: int
 
-    def fields(self) -> list[dict[str, Any]]:
-        """Return the pieces as they are announced."""
-        return [piece.fields() for piece in self.pieces]
+    def fields(self) -> dict[str, list[Any]]:
+        """Return the pieces as they are announced: in columns."""
+        return {
+            "names": [piece.name for piece in self.pieces],
+            "dtypes": [DTYPE_NAMES[piece.values.dtype] for piece in self.pieces],
+            "shapes": [list(piece.shape) for piece in self.pieces],
+            "starts": [piece.start for piece in self.pieces],
+            "counts": [piece.values.numel() for piece in self.pieces],
+            "offsets": [piece.offset for piece in self.pieces],
+        }
 
     def write(self, memory: torch.Tensor) -> None:
         """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer_bridge.errors import TransportUnusable
-from trainer_bridge.weights.bucket import ALIGNMENT, pack
+from trainer_bridge.weights.bucket import ALIGNMENT, PackedBucket, pack
 from trainer_bridge.weights.names import DTYPE_NAMES
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
@@ -154,7 +154,11 @@ class CudaIpcTransport:
             first = self._allocation(probe) or self._bounce(0).allocation
             # Opened now, what the last update sent from will not hold up this one's copies.
             others = [found for found in map(self._still_there, earlier) if found is not None and found.base != first.base]
-            reached("cuda", lambda: self._post([], [first, *others[: MAX_ALLOCATIONS - 1]], [probe]).result(self._timeout_s), REMEDY)
+            reached(
+                "cuda",
+                lambda: self._post(PackedBucket((), 0).fields(), [first, *others[: MAX_ALLOCATIONS - 1]], [probe]).result(self._timeout_s),
+                REMEDY,
+            )
 
     def _still_there(self, base: int) -> Allocation | None:
         try:
@@ -203,30 +207,31 @@ class CudaIpcTransport:
                     self._settle(bounce.turn)
                 self._bounces_used, bounce.turn = self._bounces_used + 1, self._next % UNDER_WAY
                 packed.write(bounce.memory)
-                self._post([{**piece.fields(), "place": 0} for piece in packed.pieces], [bounce.allocation], [])
+                self._post(packed.fields(), [bounce.allocation], [])
 
     def _send_direct(self, tensors: dict[str, tuple[torch.Tensor, Allocation]]) -> None:
         places: dict[int, int] = {}
         allocations: list[Allocation] = []
-        pieces = []
-        for name, (tensor, allocation) in tensors.items():
-            if allocation.base not in places:
-                places[allocation.base] = len(allocations)
+        offsets, placed = [], []
+        for tensor, allocation in tensors.values():
+            place = places.setdefault(allocation.base, len(allocations))
+            if place == len(allocations):
                 allocations.append(allocation)
-            pieces.append(
-                {
-                    "name": name,
-                    "dtype": DTYPE_NAMES[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "start": 0,
-                    "count": tensor.numel(),
-                    "offset": tensor.data_ptr() - allocation.base,
-                    "place": places[allocation.base],
-                }
-            )
-        self._post(pieces, allocations, [tensor for tensor, _ in tensors.values()])
+            placed.append(place)
+            offsets.append(tensor.data_ptr() - allocation.base)
+        sent = [tensor for tensor, _ in tensors.values()]
+        pieces = {
+            "names": list(tensors),
+            "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in sent],
+            "shapes": [list(tensor.shape) for tensor in sent],
+            "starts": [0] * len(sent),
+            "counts": [tensor.numel() for tensor in sent],
+            "offsets": offsets,
+            "places": placed,
+        }
+        self._post(pieces, allocations, sent)
 
-    def _post(self, pieces: list[dict[str, Any]], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
+    def _post(self, pieces: Mapping[str, Any], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
         assert self._driver is not None, "a transport is opened first"
         turn = self._next % UNDER_WAY
         self._settle(turn)

@@ -43,7 +43,7 @@ class BucketClient(Protocol):
         bucket: int,
         *,
         size: int,
-        pieces: Sequence[Mapping[str, Any]],
+        pieces: Mapping[str, Any],
         handle: Mapping[str, Any],
         xxh3: str | None = None,
         content: Any = None,

@@ -19,6 +19,8 @@ from rollout.wire.weight_handles import CudaHandle, TensorPiece, WeightsStageBuc
 if TYPE_CHECKING:
     import torch
 
+    from areno.weights.slices import DeviceRun
+
 LAZY_PEER_ACCESS = 1
 # Opening one takes some 50 us.
 OPENED_AT_ONCE = 32
@@ -77,8 +79,8 @@ class CudaImports:
             raise _unavailable(f"{name} failed: {status!r}")
         return values[0] if len(values) == 1 else values
 
-    def memory(self, handle: bytes, size: int, bucket: int) -> torch.Tensor:
-        """Return an allocation as bytes on the device. Raises: TransportUnavailable, BucketRefused for a wrong size."""
+    def memory(self, handle: bytes, size: int, bucket: int) -> tuple[int, torch.Tensor]:
+        """Return an allocation's address and bytes on the device. Raises: TransportUnavailable, BucketRefused for a wrong size."""
         import torch
 
         known = self._memory.get(handle)
@@ -93,7 +95,7 @@ class CudaImports:
             self._memory[handle] = known
         if size > known[1]:
             raise refused(bucket, f"an allocation of {size} bytes was announced", f"the driver says that it has {known[1]}")
-        return known[2]
+        return known[0], known[2]
 
     def passed(self, handle: bytes) -> bool:
         """Tell whether the trainer's event has passed: what it launched before is complete."""
@@ -135,8 +137,10 @@ class CudaSource:
 
     def __init__(self, body: WeightsStageBucket, handle: CudaHandle, imports: CudaImports) -> None:
         imports.check_device(handle.device)
-        self._body, self._handle, self._imports = body, handle, imports
-        self._opened: list[torch.Tensor] = []
+        from areno.weights.slices import DeviceRun
+
+        self._body, self._handle, self._imports, self._runs = body, handle, imports, DeviceRun
+        self._opened: list[tuple[int, torch.Tensor]] = []
 
     def prepare(self) -> Steps:
         """Open the allocations and wait for the trainer's writes. Raises: TransportUnavailable, BucketRefused."""
@@ -147,13 +151,10 @@ class CudaSource:
         while self._handle.event is not None and not self._imports.passed(self._handle.event):
             yield Pace.WAIT
 
-    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> DeviceRun:
         """Return elements of a piece, where they are."""
-        import torch
-
-        item = ITEM_BYTES[piece.dtype]
-        start = piece.offset + first * item
-        return self._opened[piece.place][start : start + count * item].view(getattr(torch, piece.dtype))
+        address, memory = self._opened[piece.place]
+        return self._runs(memory, address, piece.offset + first * ITEM_BYTES[piece.dtype], count, piece.dtype)
 
     def finish(self) -> None:
         """The copies are complete."""

@@ -17,6 +17,8 @@ from rollout.wire.weight_handles import CudaHandle, TensorPiece, WeightsStageBuc
 if TYPE_CHECKING:
     import torch
 
+    from areno.weights.slices import DeviceRun
+
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Small enough for the caches and for a decode step to wait for; large enough that a slice's checks cost little beside its copy.
 HOST_SLICE_BYTES = 4 * 2**20
@@ -67,7 +69,7 @@ class BucketSource(Protocol):
     def stays(self) -> bool: ...
 
     def prepare(self) -> Steps: ...
-    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor: ...
+    def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor | DeviceRun: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...
 
@@ -80,18 +82,18 @@ def refused(bucket: int, what: str, limit: str, remedy: str = "send the bucket a
 def check_pieces(body: WeightsStageBucket) -> None:
     """Check that every piece lies in its tensor and in its memory. Raises: BucketRefused."""
     sizes = [one.size for one in body.handle.allocations] if isinstance(body.handle, CudaHandle) else [body.size]
-    for piece in body.pieces:
+    for piece in body.pieces.rows():
         elements, item = math.prod(piece.shape), ITEM_BYTES[piece.dtype]
-        if piece.start + piece.count > elements:
+        if piece.start + piece.size > elements:
             raise refused(
-                body.bucket, f"{piece.name} has elements {piece.start} to {piece.start + piece.count}", f"its shape makes {elements}"
+                body.bucket, f"{piece.name} has elements {piece.start} to {piece.start + piece.size}", f"its shape makes {elements}"
             )
         if piece.place >= len(sizes):
             raise refused(body.bucket, f"{piece.name} lies in place {piece.place}", f"{len(sizes)} were announced")
-        if piece.offset % item or piece.offset + piece.count * item > sizes[piece.place]:
+        if piece.offset % item or piece.offset + piece.size * item > sizes[piece.place]:
             raise refused(
                 body.bucket,
-                f"{piece.name} lies in bytes {piece.offset} to {piece.offset + piece.count * item}",
+                f"{piece.name} lies in bytes {piece.offset} to {piece.offset + piece.size * item}",
                 f"offsets are multiples of {item}, and {sizes[piece.place]} bytes were announced",
             )
 
@@ -119,14 +121,14 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
             gathered.clear()
 
     made = moved = 0
-    for piece in body.pieces:
+    for piece in body.pieces.rows():
         item = ITEM_BYTES[piece.dtype]
         spec = TensorSpec(dtype=piece.dtype, shape=tuple(piece.shape))
         step = max(1, source.slice_bytes // item)
         # A piece is one slice where the engine gives memory for it: its checks are made once, whatever it is filled by.
-        opened = None if source.stays or not piece.count else engine.open_slice(piece.name, start=piece.start, count=piece.count, spec=spec)
-        for first in range(0, piece.count, step):
-            count = min(step, piece.count - first)
+        opened = None if source.stays or not piece.size else engine.open_slice(piece.name, start=piece.start, count=piece.size, spec=spec)
+        for first in range(0, piece.size, step):
+            count = min(step, piece.size - first)
             if opened is not None:
                 source.values(piece, first, count, opened.values[first : first + count])
                 opened.look(count)

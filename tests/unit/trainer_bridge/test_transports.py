@@ -82,11 +82,11 @@ class BucketTaker:
         else:
             data = bytes(content)
             assert xxh3 == xxhash.xxh3_64_hexdigest(data)
-        for piece in pieces:
-            dtype = np.dtype(piece["dtype"])
-            values = np.frombuffer(data, dtype, piece["count"], piece["offset"])
-            target = self.tensors.setdefault(piece["name"], torch.full(piece["shape"], torch.nan))
-            target.reshape(-1)[piece["start"] : piece["start"] + piece["count"]] = torch.from_numpy(values.copy())
+        named = [pieces[column] for column in ("names", "dtypes", "shapes", "starts", "counts", "offsets")]
+        for name, dtype, shape, start, count, offset in zip(*named, strict=True):
+            values = np.frombuffer(data, np.dtype(dtype), count, offset)
+            target = self.tensors.setdefault(name, torch.full(shape, torch.nan))
+            target.reshape(-1)[start : start + count] = torch.from_numpy(values.copy())
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -112,8 +112,7 @@ def test_packing_covers_every_element_once_within_the_capacity_and_aligned(capac
         assert torch.equal(torch.cat([values for _, values in found[name]]), tensor.reshape(-1)), name
         if tensor.nbytes <= capacity:
             assert len(found[name]) == 1, "what fits stays whole"
-    again = [[piece.fields() for piece in bucket.pieces] for bucket in pack(given, capacity)]
-    assert again == [[piece.fields() for piece in bucket.pieces] for bucket in pack(given, capacity)]
+    assert [bucket.fields() for bucket in pack(given, capacity)] == [bucket.fields() for bucket in pack(given, capacity)]
 
 
 @pytest.mark.parametrize("make", [SharedMemoryTransport, FramesTransport])

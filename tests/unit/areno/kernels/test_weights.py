@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from areno.kernels import weights
-from areno.kernels.weights import Exchange, inspect_pairs
+from areno.kernels.weights import Exchange, copy_runs, inspect_pairs
 from areno.weights.digest import MASK64, bits_of, digest
 
 
@@ -48,6 +48,19 @@ def test_flags_of_one_tensor_do_not_reach_its_neighbours_and_shapes_do_not_matte
         (torch.ones(3), torch.ones(3)),
     ]
     assert [row[1:] for row in inspect_pairs(pairs).tolist()] == [[1, 0], [0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_runs_are_copied_and_nothing_beside_them(dtype: torch.dtype, offset: int) -> None:
+    """Sizes around a span, whole numbers of wide words and not, in one call."""
+    pairs = _pairs(dtype, [1, 63, 128, 129, 1024, 400], offset)
+    homes = [torch.cat([target, target[:1]]) for target, _ in pairs]
+    ends = [home[-1].clone() for home in homes]
+    copy_runs(torch.device("cpu"), [(home.data_ptr(), source.data_ptr(), source.nbytes) for home, (_, source) in zip(homes, pairs)])
+    for home, end, (_, source) in zip(homes, ends, pairs):
+        assert torch.equal(bits_of(home[:-1]), bits_of(source)) and torch.equal(bits_of(home[-1:]), bits_of(end.reshape(1)))
+    copy_runs(torch.device("cpu"), [])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

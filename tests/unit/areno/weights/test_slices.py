@@ -126,6 +126,11 @@ def test_the_ledger_agrees_with_a_plain_list_of_runs_whatever_comes() -> None:
     draws = random.Random(7)
     for _ in range(300):
         ledger, runs, size = SliceLedger(), {}, 60
+        if draws.random() < 0.5:
+            # Came all at once; that it is as long as it may be is the caller's to know.
+            runs[0] = draws.randrange(1, 20)
+            ledger.add_whole("x", runs[0])
+        assert ledger.knows("x") == bool(runs)
         for _ in range(40):
             start = draws.randrange(size)
             count = draws.randrange(0, min(12, size - start) + 1)

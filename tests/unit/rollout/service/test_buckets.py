@@ -19,6 +19,7 @@ from rollout.errors import BucketRefused, InvalidRequest, NoUpdate, TransportUna
 from rollout.service.weight_intake import StagedFile, WeightIntake
 from rollout.wire.messages import parse_fields
 from rollout.wire.weight_handles import WeightsStageBucket
+from tests.bucket_pieces import columns
 from tests.fakes import TENSORS, FakeEngine
 from trainer_bridge.weights.memory import HEAD, MAGIC, SHARED_FOLDER, Segment, file_segment, sealed_segment
 
@@ -61,6 +62,7 @@ def intake(tmp_path: Path) -> WeightIntake:
 
 def announced(handle: dict[str, Any], **changes: Any) -> WeightsStageBucket:
     fields = {"update_id": "u", "bucket": 0, "size": CONTENT.size, "pieces": [FIRST, SECOND], "handle": handle, **changes}
+    fields["pieces"] = columns(fields["pieces"])
     body = parse_fields(WeightsStageBucket, fields)
     assert isinstance(body, WeightsStageBucket)
     return body
@@ -290,6 +292,23 @@ def test_a_piece_outside_its_tensor_or_its_bucket_is_refused(intake: WeightIntak
     with pytest.raises(BucketRefused, match=said):
         intake.stage_bucket(b"c", *in_frames(pieces=[{**FIRST, **change}]))
     assert not intake.busy
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"names": ["first.weight"] * 2}, "columns of one length"),
+        ({"places": []}, "columns of one length"),
+        ({"counts": [0]}, "greater than or equal to 1"),
+        ({"dtypes": ["int8"]}, "'float64', 'float32', 'bfloat16' or 'float16'"),
+        ({"shapes": [[1] * 9]}, "at most 8 items"),
+        ({"offsets": [True]}, "valid integer"),
+    ],
+)
+def test_columns_that_are_no_pieces_are_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match="pieces") as refused:
+        parse_fields(WeightsStageBucket, {**announced({"kind": "frames"}).model_dump(), "pieces": {**columns([FIRST]), **change}})
+    assert said in str(refused.value.limit) and refused.value.remedy
 
 
 def test_what_the_engine_refuses_reaches_the_caller_of_that_bucket(intake: WeightIntake) -> None:
