@@ -36,23 +36,23 @@ def stage(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -> Non
 
 
 def test_what_comes_last_of_a_tensor_counts_however_it_came(checkpoint: Callable[..., Path]) -> None:
-    with engine_of(checkpoint("qwen3"), dtype="bfloat16") as engine:
-        tensors = newer(engine, on="cuda")
-        manifest = {name: TensorSpec("bfloat16", tuple(tensor.shape)) for name, tensor in tensors.items()}
-        old = {name: torch.full_like(tensor, 7.0) for name, tensor in tensors.items()}
-        torch.cuda.synchronize()
-        engine.begin_update(manifest, version=1)
-        for number, (name, tensor) in enumerate(tensors.items()):
-            flat, half = tensor.reshape(-1), tensor.numel() // 2
-            engine.stage_slices([Slice(name, old[name].reshape(-1), 0, manifest[name])])
-            if number % 2:
-                engine.stage(name, tensor)
-                continue
-            engine.stage_slices([Slice(name, flat, 0, manifest[name])])
-            with pytest.raises(ManifestMismatch, match="reach into each other"):
-                engine.stage_slices([Slice(name, flat[half:], half, manifest[name])])
-        report = engine.commit_update(digests={name: digest(tensor) for name, tensor in tensors.items()})
-        assert report.changed_tensors == len(tensors)
+    engine = engine_of(checkpoint("qwen3"), dtype="bfloat16")
+    tensors = newer(engine, on="cuda")
+    manifest = {name: TensorSpec("bfloat16", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    old = {name: torch.full_like(tensor, 7.0) for name, tensor in tensors.items()}
+    torch.cuda.synchronize()
+    engine.begin_update(manifest, version=1)
+    for number, (name, tensor) in enumerate(tensors.items()):
+        flat, half = tensor.reshape(-1), tensor.numel() // 2
+        engine.stage_slices([Slice(name, old[name].reshape(-1), 0, manifest[name])])
+        if number % 2:
+            engine.stage(name, tensor)
+            continue
+        engine.stage_slices([Slice(name, flat, 0, manifest[name])])
+        with pytest.raises(ManifestMismatch, match="reach into each other"):
+            engine.stage_slices([Slice(name, flat[half:], half, manifest[name])])
+    report = engine.commit_update(digests={name: digest(tensor) for name, tensor in tensors.items()})
+    assert report.changed_tensors == len(tensors)
 
 
 @PLACES
