@@ -24,6 +24,8 @@ from areno.weights.digest import bits_of
 Pair = tuple[torch.Tensor, torch.Tensor]
 BLOCK = 2048
 BLOCKS = 32
+# Runs that one launch copies.
+MAX_RUNS = 128
 _WORDS = {1: (tl.uint8, torch.uint8), 2: (tl.int16, torch.int16), 4: (tl.int32, torch.int32), 8: (tl.int64, torch.int64)}
 # The bits of an exponent that is all ones: NaN and infinity.
 _EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
@@ -100,14 +102,16 @@ def _inspect_kernel(
 
 @triton.jit
 def _copy_kernel(
-    targets, sources, counts, piece_of, first_of,
-    WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    table, num_runs, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    piece = tl.load(piece_of + tl.program_id(0)).to(tl.int64)
-    first = tl.load(first_of + tl.program_id(0))
-    count = tl.load(counts + piece)
-    target = tl.load(targets + piece).to(tl.pointer_type(WORD))
-    source = tl.load(sources + piece).to(tl.pointer_type(WORD))
+    # Rows of the table: targets, sources, counts, and the programs of all runs before.
+    run, program = tl.arange(0, RUNS), tl.program_id(0).to(tl.int64)
+    before = tl.load(table + 3 * num_runs + run, mask=run < num_runs, other=1 << 62)
+    own = tl.sum((before <= program).to(tl.int32), axis=0) - 1
+    first = (program - tl.load(table + 3 * num_runs + own)) * (BLOCK * BLOCKS)
+    count = tl.load(table + 2 * num_runs + own)
+    target = tl.load(table + own).to(tl.pointer_type(WORD))
+    source = tl.load(table + num_runs + own).to(tl.pointer_type(WORD))
     whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
     for block in range(whole):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
@@ -142,15 +146,27 @@ def _swap_kernel(
 
 
 def copy_runs(device: torch.device, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy memory that `device` can address, on its current stream. `runs`: address of the target, of the source, bytes; none overlap."""
+    """Copy memory that `device` can address, on its current stream. `runs`: address of the target, of the source, bytes; none overlap.
+
+    It is called while a trainer waits, so the host prepares as little as it can: each program finds its run by itself.
+    """
     memory = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    memory = memory[memory[:, 2] > 0]
     # One tensor of odd size does not make narrow words of all others.
-    sizes = np.gcd(8, np.gcd.reduce(memory, axis=1))
-    for size in np.unique(sizes).tolist():
-        alike = memory[sizes == size].T
-        programs, tables, aligned = _tables_of(device, alike[:2].copy(), alike[2] // size)
-        if programs:
-            _copy_kernel[(programs,)](*tables, WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
+    sizes = np.gcd(np.bitwise_or.reduce(memory, axis=1), 8)
+    for size in set(sizes.tolist()):
+        for alike in np.array_split(memory[sizes == size], -(-int((sizes == size).sum()) // MAX_RUNS)):
+            table = np.empty((4, len(alike)), dtype=np.int64)
+            table[:3] = alike.T
+            table[2] //= size
+            spans = -(-table[2] // (BLOCK * BLOCKS))
+            ends = np.cumsum(spans)
+            table[3] = ends - spans
+            [sent] = upload(device, table)
+            aligned = not (table[:2] % 16).any()
+            _copy_kernel[(int(ends[-1]),)](
+                sent, len(alike), WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, RUNS=MAX_RUNS, num_warps=8
+            )
 
 
 def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]] | None = None) -> torch.Tensor:
@@ -210,14 +226,10 @@ def _tables(pairs: Sequence[Pair], size: int) -> tuple[int, list[torch.Tensor], 
     """Return the number of programs, what they look up (addresses, counts, piece and first element), and whether 16-byte loads fit."""
     assert all(tensor.is_contiguous() for pair in pairs for tensor in pair), "tensors are passed over as flat memory"
     addresses = np.array([[tensor.data_ptr() for tensor in pair] for pair in pairs], dtype=np.int64).T.copy()
-    return _tables_of(pairs[0][0].device, addresses, np.array([one.numel() for one, _ in pairs], dtype=np.int64))
-
-
-def _tables_of(device: torch.device, addresses: np.ndarray, counts: np.ndarray) -> tuple[int, list[torch.Tensor], bool]:
-    """As `_tables`, for `addresses` [2, n] and `counts` [n]."""
+    counts = np.array([one.numel() for one, _ in pairs], dtype=np.int64)
     spans = -(-counts // (BLOCK * BLOCKS))
-    piece_of = np.repeat(np.arange(counts.size, dtype=np.int32), spans)
+    piece_of = np.repeat(np.arange(len(pairs), dtype=np.int32), spans)
     before = np.repeat(np.cumsum(spans) - spans, spans)
     first_of = (np.arange(piece_of.size, dtype=np.int64) - before) * (BLOCK * BLOCKS)
-    tables = upload(device, addresses[0], addresses[1], counts, piece_of, first_of)
+    tables = upload(pairs[0][0].device, addresses[0], addresses[1], counts, piece_of, first_of)
     return int(piece_of.size), tables, not (addresses % 16).any()

@@ -23,7 +23,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Small enough for the caches and for a decode step to wait for; large enough that a slice's checks cost little beside its copy.
 HOST_SLICE_BYTES = 4 * 2**20
 # On a device that many slices, or bytes, are handed over between two looks at everything else.
-DEVICE_SLICES, DEVICE_BYTES = 64, 2**30
+DEVICE_SLICES, DEVICE_BYTES = 128, 2**32
 
 
 class Pace(enum.Enum):

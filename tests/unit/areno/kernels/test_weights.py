@@ -63,6 +63,13 @@ def test_runs_are_copied_and_nothing_beside_them(dtype: torch.dtype, offset: int
     copy_runs(torch.device("cpu"), [])
 
 
+def test_runs_without_bytes_and_more_runs_than_one_launch_takes_are_copied() -> None:
+    sources = [torch.arange(size, dtype=torch.float32) for size in [0, 3, 150, 0, *range(1, 150), 0]]
+    targets = [torch.full_like(source, -1.0) for source in sources]
+    copy_runs(torch.device("cpu"), [(target.data_ptr(), source.data_ptr(), source.nbytes) for target, source in zip(targets, sources)])
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize(("sizes", "offset"), [([128, 1024, 64], 0), ([1, 77, 129, 300], 0), ([5, 200], 1)])
 def test_contents_change_places_and_come_back(dtype: torch.dtype, sizes: list[int], offset: int) -> None:
