@@ -46,7 +46,7 @@ from areno.score import Score, scorable_ids
 from areno.sleeper import Sleeper
 from areno.step_output import FinishKind, StepOutput, join_outputs
 from areno.twin import twin_config
-from areno.updates import Updates
+from areno.updates import Launched, Updates
 from areno.weights.canary import Canary
 from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
@@ -342,15 +342,14 @@ class Engine:
         self._updates.stage_slices(slices)
 
     @on_device
-    def launch_slices(self) -> torch.cuda.Event | None:
+    def launch_slices(self) -> Launched | None:
         """Begin to copy every slice beside decode; return what `slices_copied` asks about, None where all are copied. Raises: NoUpdate."""
         return self._updates.launch_slices()
 
     @on_device
-    def slices_copied(self, launched: torch.cuda.Event) -> bool:
+    def slices_copied(self, launched: Launched) -> bool:
         """Return whether the slices before a launch are copied: what they were copied from may be written then."""
-        with device_errors("while slices were staged"):
-            return launched.query()
+        return self._updates.slices_copied(launched)
 
     @on_device
     def settle_slices(self) -> None:

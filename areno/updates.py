@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from areno.canary import CanaryGaps, CanaryProof
@@ -28,8 +30,15 @@ from areno.score import scorable_ids
 from areno.weights.canary import Canary
 from areno.weights.names import ParameterTable, TensorSpec
 from areno.weights.report import UpdateReport
-from areno.weights.slices import OpenSlice, Slice
+from areno.weights.slices import DeviceRun, OpenSlice, Slice
 from areno.weights.update import WeightUpdate
+
+
+class Launched(NamedTuple):
+    """Copies on this device that are over once `event` has passed, and on the others' once they have done entry `by` of the log."""
+
+    event: torch.cuda.Event
+    by: int
 
 
 class Updates:
@@ -50,6 +59,8 @@ class Updates:
         self._table, self._proof, self._executor, self._scheduler = table, proof, executor, scheduler
         self._ranks, self._group, self._resolved, self._vocab_size = ranks, group, resolved, vocab_size
         self._update: WeightUpdate | None = None
+        # Whether other ranks were told of runs that they are still to copy, and the newest entry by which they do.
+        self._runs_told, self._copied_by = False, 0
         self.published = 0
 
     def check_none_open(self, limit: str, *, value: int | None = None) -> None:
@@ -104,23 +115,40 @@ class Updates:
                 update.stage_slices(slices)
                 return
             for one in slices:
+                if isinstance(one.values, DeviceRun):
+                    update.stage_slices([one])
+                    self._ranks.tell(_run_entry(one, one.values))
+                    self._runs_told = True
+                    continue
                 # The other ranks are sent the values on the current stream, from where they are.
                 values = one.tensor
                 update.stage_slices([one._replace(values=values)], complete=not values.is_cuda)
                 self._ranks.stage(one.name, values, start=one.start, shape=one.spec.shape, whole=False)
 
-    def launch_slices(self) -> torch.cuda.Event | None:
+    def launch_slices(self) -> Launched | None:
         """As `Engine.launch_slices`."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
-            launched = self._open_update().launch_slices()
+            event = self._open_update().launch_slices()
+            self._tell_launch()
+            return None if event is None else Launched(event, self._copied_by)
+
+    def _tell_launch(self) -> None:
+        if self._runs_told:
+            self._runs_told, self._copied_by = False, self._ranks.tell(ops.CopyRuns())
+        else:
             self._ranks.tell(ops.LaunchSlices())
-            return launched
+
+    def slices_copied(self, launched: Launched) -> bool:
+        """As `Engine.slices_copied`."""
+        with device_errors("while slices were staged"):
+            return launched.event.query() and self._ranks.executed(launched.by)
 
     def settle_slices(self) -> None:
         """As `Engine.settle_slices`."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
-            self._ranks.tell(ops.LaunchSlices())
+            self._tell_launch()
             self._open_update().settle_slices()
+            self._ranks.wait_for_entry(self._copied_by)
 
     def inspect(self) -> bool:
         """As `Engine.inspect_update`."""
@@ -215,6 +243,18 @@ class Updates:
             limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
             remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
         )
+
+
+def _run_entry(one: Slice, run: DeviceRun) -> ops.StageRun:
+    return ops.StageRun(
+        name=one.name,
+        dtype=run.dtype,
+        shape=np.array(one.spec.shape, np.int64),
+        start=one.start,
+        count=run.size,
+        handle=run.handle.hex(),
+        offset=run.offset,
+    )
 
 
 def _no_room(what: str, name: str) -> WeightUpdateError:

@@ -171,7 +171,11 @@ _ENTRIES: dict[type, _Field[Any]] = {
     ops.StagePiece: _record(
         ops.StagePiece, name=_Text, dtype=_Text, shape=_Array, start=_Integer, count=_Integer, slot=_Integer, whole=_Bool
     ),
+    ops.StageRun: _record(
+        ops.StageRun, name=_Text, dtype=_Text, shape=_Array, start=_Integer, count=_Integer, handle=_Text, offset=_Integer
+    ),
     ops.LaunchSlices: _record(ops.LaunchSlices),
+    ops.CopyRuns: _record(ops.CopyRuns),
     ops.InspectUpdate: _record(ops.InspectUpdate),
     ops.VerifyUpdate: _record(ops.VerifyUpdate, digests=_Text),
     ops.SwapUpdate: _record(ops.SwapUpdate),

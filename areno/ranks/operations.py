@@ -56,8 +56,26 @@ class StagePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """Elements `start` to `start + count` of a tensor of `shape`, flat, lie at byte `offset` of the memory that `handle` opens, in hex."""
+
+    name: str
+    dtype: str
+    shape: np.ndarray
+    start: int
+    count: int
+    handle: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSlices:
     """Begin to copy the slices that are there to where they are staged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRuns:
+    """As `LaunchSlices`, and done when that is over: what runs were copied from may change then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +166,9 @@ Operation = (
     | ScoreIds
     | OpenUpdate
     | StagePiece
+    | StageRun
     | LaunchSlices
+    | CopyRuns
     | InspectUpdate
     | VerifyUpdate
     | SwapUpdate

@@ -212,6 +212,15 @@ class Peers:
         self._writer.wait(lambda: all(has_answered(self._segment, rank, number) for rank in self._events))
         return [get_answer(self._segment, rank) for rank in self._events]
 
+    def executed(self, number: int) -> bool:
+        """Return whether every rank has done an entry. Raises: EngineFailure."""
+        self.check()
+        return self._writer.executed(number)
+
+    def wait_for_entry(self, number: int) -> None:
+        """Wait until every rank has done an entry. Blocks. Raises: EngineFailure."""
+        self._writer.wait(lambda: self._writer.executed(number))
+
     def expect(self, number: int) -> None:
         """Wait until every rank has done an entry. Blocks. Raises: the first refusal, EngineFailure."""
         for answer in self.answers(number):
@@ -289,7 +298,7 @@ class Peers:
         import torch
 
         slot, self._bulk_next = self._bulk_next, (self._bulk_next + 1) % BULK_SLOTS
-        self._writer.wait(lambda: self._writer.executed(self._bulk_used[slot]))
+        self.wait_for_entry(self._bulk_used[slot])
         if piece.count:
             torch.frombuffer(self._segment.bulk(slot), dtype=part.dtype, count=piece.count).copy_(part)
         self._bulk_used[slot] = self.tell(dataclasses.replace(piece, slot=slot))

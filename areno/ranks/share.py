@@ -17,6 +17,7 @@ import torch
 from areno import commands
 from areno.canary import CanaryProof
 from areno.config import EngineConfig, ResolvedConfig
+from areno.device_imports import DeviceImports
 from areno.errors import ArenoError, Asleep, EngineFailure, WeightUpdateError
 from areno.models.model_config import ModelConfig
 from areno.parallel import TPGroup
@@ -30,7 +31,7 @@ from areno.weights.canary import Canary
 from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
 from areno.weights.names import HostCopy, TensorSpec
-from areno.weights.slices import Slice
+from areno.weights.slices import DeviceRun, Slice
 from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
 
@@ -62,13 +63,16 @@ class Share:
         self._built: _Built | None = None
         self._update: WeightUpdate | None = None
         self._pieces: dict[str, torch.Tensor] = {}
+        self._imports: DeviceImports | None = None
         self._moved_out: HostCopy | None = None
         self._handlers: dict[type, Callable[[Any], object]] = {
             ops.Build: self._build,
             ops.ScoreIds: self._score,
             ops.OpenUpdate: self._open_update,
             ops.StagePiece: self._stage_piece,
+            ops.StageRun: self._stage_run,
             ops.LaunchSlices: lambda _: self._open.launch_slices(),
+            ops.CopyRuns: lambda _: self._open.settle_slices(),
             ops.InspectUpdate: self._inspect,
             ops.VerifyUpdate: self._verify,
             ops.SwapUpdate: self._swap,
@@ -150,6 +154,13 @@ class Share:
         if entry.start + entry.count == size:
             self._open.stage(entry.name, self._pieces.pop(entry.name).view(shape))
 
+    def _stage_run(self, entry: ops.StageRun) -> None:
+        if self._imports is None:
+            self._imports = DeviceImports(self._device)
+        opened = self._imports.memory(bytes.fromhex(entry.handle))
+        run = DeviceRun(opened.memory, opened.address, entry.offset, entry.count, entry.dtype, b"")
+        self._open.stage_slices([Slice(entry.name, run, entry.start, TensorSpec(entry.dtype, tuple(entry.shape.tolist())))])
+
     def _lands_on(self, entry: ops.StagePiece) -> torch.device:
         return self._device if entry.slot == BROADCAST else torch.device("cpu")
 
@@ -181,6 +192,12 @@ class Share:
         self._abort(None)
 
     def _abort(self, entry: object) -> None:
+        if self._imports is not None:
+            if self._update is not None:
+                # What is still copied from there belongs to an update that is given up.
+                self._update.settle_slices()
+            self._imports.close()
+            self._imports = None
         self._update = None
         self._pieces.clear()
 

@@ -50,7 +50,8 @@ class OpenSlice:
 class DeviceRun(NamedTuple):
     """`size` elements in memory of a CUDA device, which no tensor was made of yet: that costs as much as a small copy.
 
-    `address` is that of `memory`, uint8 [bytes], and `offset` counts bytes in it.
+    `address` is that of `memory`, uint8 [bytes], `offset` counts bytes in it, and `handle` is its interprocess handle, by which other
+    ranks open it too.
     """
 
     memory: torch.Tensor
@@ -58,6 +59,7 @@ class DeviceRun(NamedTuple):
     offset: int
     size: int
     dtype: str
+    handle: bytes
 
     def tensor(self) -> torch.Tensor:
         """Return the elements, flat."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import rollout
 
@@ -63,10 +64,12 @@ def trainer(address: str, folder: Path, transport: str, *, pushes: int = 2, **en
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainers_memory_is_copied_on_the_card_and_free_once_staged(checkpoint: Callable[..., Path], dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 1), ("float32", 2), ("bfloat16", 2)])
+def test_the_trainers_memory_is_copied_on_the_card_and_free_once_staged(checkpoint: Callable[..., Path], dtype: str, tp: int) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} CUDA devices")
     folder = checkpoint("qwen3")
-    with rollout.local(str(folder), device="cuda", dtype=dtype, max_rows=4, start_timeout_s=200.0) as client:
+    with rollout.local(str(folder), device="cuda", dtype=dtype, tp=tp, max_rows=4, start_timeout_s=200.0) as client:
         assert client.address is not None
         reports = trainer(client.address, folder, "cuda")
         assert all(report["transport"] == "cuda" and report["changed"] == report["tensors"] for report in reports)

@@ -172,13 +172,20 @@ class WeightIntake:
             self._device = torch.device(getattr(getattr(self._engine, "info", None), "device", "cpu"))
         return self._device
 
+    def _rank_devices(self) -> list[torch.device]:
+        """Return where the engine's ranks are."""
+        import torch
+
+        device, ranks = self._engine_device(), int(getattr(getattr(self._engine, "info", None), "tp", 1))
+        return [torch.device(device.type, (device.index or 0) + rank) for rank in range(ranks)]
+
     def _source(self, body: WeightsStageBucket, content: np.ndarray | None) -> BucketSource:
         handle, device = body.handle, self._engine_device()
         if isinstance(handle, GroupHandle):
             return GroupSource(body, self._group)
         if isinstance(handle, CudaHandle):
             if self._imports is None:
-                self._imports = CudaImports(device)
+                self._imports = CudaImports(self._rank_devices())
             return CudaSource(body, handle, self._imports)
         if self._bounce is None:
             self._bounce = HostBounce(pinned=device.type == "cuda")
