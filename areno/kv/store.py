@@ -11,6 +11,7 @@ import torch
 
 from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.uploads import upload
+from areno.whole_segments import full_segment, whole_bytes
 
 
 def independent_copies(sources: np.ndarray, targets: np.ndarray) -> list[slice]:
@@ -42,8 +43,11 @@ class KVStore:
     ) -> None:
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        if device.type == "cuda":
+            # What is left of a larger block that nobody uses would be others' too.
+            torch.cuda.empty_cache()
+        self.keys = full_segment(shape, 0.0, dtype=dtype, device=device)
+        self.values = full_segment(shape, 0.0, dtype=dtype, device=device)
         flat = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
         self._flat_keys = self.keys.view(flat)
         self._flat_values = self.values.view(flat)
@@ -68,9 +72,11 @@ class KVStore:
 
     def restore(self) -> None:
         """Take memory for keys and values again, all zero; its addresses may be others, which captures do not follow."""
+        if self.keys.is_cuda:
+            torch.cuda.empty_cache()
         with torch.inference_mode(False):
             for tensor in (self.keys, self.values):
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                tensor.untyped_storage().resize_(whole_bytes(tensor.nbytes, tensor.device))
                 tensor.zero_()
 
     @property

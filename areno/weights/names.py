@@ -21,6 +21,7 @@ import torch
 
 from areno.weights.derived import DerivedCopy, Make
 from areno.weights.shards import TensorShard
+from areno.whole_segments import full_segment, whole_bytes
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _SHOWN_NAMES = 20
@@ -178,7 +179,7 @@ class ParameterTable:
         assert sum(parts.values()) == shape[0], f"the parts of {name} have {sum(parts.values())} rows, the storage has {shape[0]}"
         # A tensor made in inference mode could not be written outside of it; updates come in either mode.
         with torch.inference_mode(False):
-            storage = torch.full(shape, math.nan, dtype=self.dtype, device=self.device, pin_memory=self._pinned)
+            storage = full_segment(shape, math.nan, dtype=self.dtype, device=self.device, pin_memory=self._pinned)
             bounds = list(itertools.accumulate(parts.values(), initial=0))
             self.views.update({part: storage[start:end] for part, start, end in zip(parts, bounds, bounds[1:])})
         self.shards.update(shards or {})
@@ -240,7 +241,7 @@ class ParameterTable:
         with torch.inference_mode(False):
             try:
                 for storage in self.live.values():
-                    storage.untyped_storage().resize_(storage.numel() * storage.element_size())
+                    storage.untyped_storage().resize_(whole_bytes(storage.nbytes, storage.device))
             except BaseException:
                 # All or nothing: what was taken is somebody else's until there is enough.
                 for storage in self.live.values():

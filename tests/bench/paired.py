@@ -14,6 +14,12 @@ import numpy as np
 CONFIDENCE = 0.95
 
 
+def middle_of_averages(differences: Sequence[float]) -> float:
+    """Return the Hodges-Lehmann estimate of differences, in their unit."""
+    values = np.asarray(differences, dtype=np.float64)
+    return float(np.median(np.add.outer(values, values)[np.triu_indices(values.size)] / 2))
+
+
 def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
     """Return the Hodges-Lehmann estimate of ratios, on their logarithms, and its interval of at least 95 %.
 

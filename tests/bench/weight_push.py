@@ -5,8 +5,8 @@ checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the se
 `derive_s` to put them into the layout that it multiplies, and `ratio_to_copy` leaves both out. `copy_s`: the same tensors copied by one
 thread into memory (on a card: within the card, or over the link to the engine's first one; and from pinned host memory as
 `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N requests decode meanwhile and
-`decode_cost_ms` is how much longer their tokens took than without an update. Not timed: start of the processes and one first update
-of each transport. Copies and updates alternate; figures are medians.
+`decode_cost_ms` is how much longer their tokens took than without an update (Hodges-Lehmann, over all pairs but the first). Not
+timed: start of the processes and one first update of each transport. Copies and updates alternate; figures are medians.
 
     python -m tests.bench.weight_push --json
     python -m tests.bench.weight_push --model qwen3-8b --device cuda --transports cuda memory --rows 64 --json
@@ -15,6 +15,7 @@ of each transport. Copies and updates alternate; figures are medians.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +30,15 @@ from areno.models.model_config import read_model_config
 from areno.models.registry import build_model
 from areno.weights.digest import digest
 from tests.bench import shapes
+from tests.bench.paired import middle_of_averages
 from tests.bench.record import arguments, publish
 from trainer_bridge.weights.names import DTYPE_NAMES, DTYPES
 from trainer_bridge.weights.transport import Transport, make_transport
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 384
+# Prompts are new in each run: none is found computed, with or without an update before it.
+_SEEDS = itertools.count()
 
 
 def random_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -85,7 +89,7 @@ def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[st
 
 def decoding(client: Any, rows: int, meanwhile: Any = None) -> float:
     """Let `rows` requests decode, run `meanwhile` once they do, and return the seconds until all have ended."""
-    draws = np.random.default_rng(5)
+    draws = np.random.default_rng(next(_SEEDS))
     prompts = [draws.integers(100, 1000, PROMPT_TOKENS) for _ in range(rows)]
     started = time.perf_counter()
     streams = [client.stream(prompt, max_new_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=index) for index, prompt in enumerate(prompts)]
@@ -138,15 +142,15 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         row["share_of_bus_rate"] = row["bus_copy_s"] / staging_s
         row["share_of_copy_rate"] = copy_s / staging_s
     if options.rows:
-        decoding(client, options.rows)
         costs = []
-        for number in range(options.repeats):
+        # The first pair compiles and captures what comes up in it.
+        for number in range(options.repeats + 1):
             walls = {}
             for busy in (False, True) if number % 2 else (True, False):
                 meanwhile = (lambda: update(client, transport, tensors, digests)) if busy else None
                 walls[busy] = decoding(client, options.rows, meanwhile)
             costs.append((walls[True] - walls[False]) * 1e3)
-        row |= {"rows": options.rows, "decode_cost_ms": statistics.median(costs), "decode_cost_ms_of_runs": costs}
+        row |= {"rows": options.rows, "decode_cost_ms": middle_of_averages(costs[1:]), "decode_cost_ms_of_runs": costs}
     transport.abort()
     return row
 

@@ -63,6 +63,20 @@ def test_requests_that_sleep_over_give_the_same_tokens(checkpoint: Callable[...,
     assert all(again[number].ids == output.ids for number, output in awake.items())
 
 
+def test_what_lies_beside_keys_values_and_weights_keeps_none_of_their_memory(checkpoint: Callable[..., Path]) -> None:
+    # Sizes of which much is left in the last unit that the allocator takes, and neighbours that would fit in there.
+    engines = [engine_of(checkpoint("wide"), dtype="bfloat16", num_pages=pages) for pages in (1000, 1017, 1023, 1031)]
+    neighbours = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1_100_000, 1_500_000, 1_900_000) for _ in range(20)]
+    for engine in engines:
+        assert engine._store.num_bytes > (40 << 20)
+        before = torch.cuda.mem_get_info()[0]
+        engine.sleep("weights")
+        assert torch.cuda.mem_get_info()[0] - before > 0.95 * engine._store.num_bytes
+        engine.wake()
+        assert all(told.ids for told in run(engine, requests(2)).values())
+    assert neighbours
+
+
 def test_a_wake_without_memory_is_refused_and_works_once_there_is_some(checkpoint: Callable[..., Path]) -> None:
     engine = engine_of(checkpoint("wide"), num_pages=20_000)
     before = engine.digests()
