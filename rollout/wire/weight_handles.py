@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from rollout.wire.fields import Count, Message, Name, Token16
 
-SEGMENT_PATTERN = r"^areno-push-[0-9]{1,10}-[0-9]{1,20}-[0-9a-f]{8,32}-[01]$"
+SEGMENT_PATTERN = r"^areno-push-[0-9]{1,10}-[0-9]{1,20}-[0-9a-f]{8,32}-[0-2]$"
 # A segment begins with this head: magic, bucket number, nonce; the bucket's bytes follow.
 SEGMENT_MAGIC = b"AREN0WB1"
 SEGMENT_HEAD_BYTES = 64

@@ -76,11 +76,11 @@ def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[st
     bucket: Tensors = {}
     gathered = 0
     for name, tensor in tensors.items():
-        bucket[name] = tensor
-        gathered += tensor.nbytes
-        if gathered >= transport.bucket_bytes:
+        if bucket and gathered + tensor.nbytes > transport.bucket_bytes:
             transport.send(bucket)
             bucket, gathered = {}, 0
+        bucket[name] = tensor
+        gathered += tensor.nbytes
     transport.send(bucket)
     transport.close()
     staging_s = time.perf_counter() - started

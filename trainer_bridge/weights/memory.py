@@ -1,4 +1,4 @@
-"""The weights' way through shared memory: two segments of this process, filled in turn while the service copies the other.
+"""The weights' way through shared memory: segments of this process, filled in turn while the service copies the others.
 
 A segment is sealed memory without a name (memfd), which the service opens through this process's descriptor, and which goes with
 this process. Where the service cannot do that, it is a file of mode 0600 in /dev/shm that this process alone makes (O_EXCL); its
@@ -32,14 +32,16 @@ from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, rea
 SHARED_FOLDER = Path("/dev/shm")
 # Two of them fit into the 64 MiB of /dev/shm that containers have by default.
 DEFAULT_BUCKET_BYTES = 24 * 2**20
-# For weights that come from a device: the copies are so fast that the messages in between count.
-DEVICE_BUCKET_BYTES = 256 * 2**20
+SEGMENTS = 2
+# For weights that come from a device: the copies are so fast that the messages in between count. With a third segment one is always
+# free while another is being copied and the third's answer is on its way.
+DEVICE_BUCKET_BYTES, DEVICE_SEGMENTS = 256 * 2**20, 3
 MIN_BUCKET_BYTES = 4096
 MAGIC = b"AREN0WB1"
 HEAD = struct.Struct("<8sQ16s")
 HEAD_BYTES = 64
 PREFIX = "areno-push-"
-_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-[0-9a-f]+-[01]")
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-[0-9a-f]+-[0-2]")
 ONE_MACHINE = "run trainer and service on one machine, as one user and with one /dev/shm, or choose another transport"
 
 
@@ -151,7 +153,7 @@ def _remove(holds: int | Path, pid: int, pinned_at: int, mapped: mmap.mmap) -> N
 
 
 class SharedMemoryTransport:
-    """Two segments in turn; kept from one update to the next, made anew after an abort. `pinned`: weights come from a device."""
+    """Segments in turn; kept from one update to the next, made anew after an abort. `pinned`: weights come from a device."""
 
     name = "memory"
 
@@ -190,9 +192,9 @@ class SharedMemoryTransport:
             self.reason = f"asked for; by files in {self._folder}, not by sealed memory: {error.limit}"
 
     def _use(self, make: Callable[[int], Segment]) -> None:
-        """Make both segments, and let the service look into one."""
+        """Make the segments, and let the service look into one."""
         self.abort()
-        for turn in (0, 1):
+        for turn in range(DEVICE_SEGMENTS if self._pinned else SEGMENTS):
             self._segments.append(make(turn))
         self._probe()
 
@@ -201,12 +203,12 @@ class SharedMemoryTransport:
         reached("memory", lambda: self._post(PackedBucket((), 0)).result(self._timeout_s), ONE_MACHINE)
 
     def send(self, bucket: Bucket) -> None:
-        """Copy tensors into segments and announce them. Blocks: while both segments are with the service."""
+        """Copy tensors into segments and announce them. Blocks: while every segment is with the service."""
         for packed in pack(bucket, self.bucket_bytes):
             self._post(packed)
 
     def _post(self, packed: PackedBucket) -> SentCall:
-        segment = self._segments[self._next % 2]
+        segment = self._segments[self._next % len(self._segments)]
         self._settle(segment)
         segment.label(self._next)
         packed.write(segment.memory)
@@ -225,8 +227,8 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Wait until everything is staged. Blocks: at most the time-out."""
-        for turn in (self._next, self._next + 1):
-            self._settle(self._segments[turn % 2])
+        for ahead in range(len(self._segments)):
+            self._settle(self._segments[(self._next + ahead) % len(self._segments)])
 
     def abort(self) -> None:
         """Leave the segments to a service that may still read them; the next update gets new ones."""

@@ -5,7 +5,7 @@ service's weight intake. None of them pickles. Invariant: when `close` returns, 
 `abort` nothing of the update is left on this side.
 
     cuda      the trainer's own device memory, by interprocess handles: one copy on the card
-    memory    two segments of shared memory used in turn: one copy here, one there, at the same time
+    memory    segments of shared memory used in turn: one copy here, one there, at the same time
     file      safetensors files on a disk that both see
     frames    messages over the control socket, for a service that shares nothing with the trainer
     group     broadcasts in a process group of trainer rank 0 and the engine host; only where it is asked for

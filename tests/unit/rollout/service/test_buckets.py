@@ -251,7 +251,7 @@ def test_a_file_with_other_rights_or_names_is_unavailable(intake: WeightIntake, 
         twin.unlink()
 
 
-@pytest.mark.parametrize("segment", ["../x", "/dev/shm/x", "areno-push-1-1-00000000-2", "areno-push-1-1-0000/000-0"])
+@pytest.mark.parametrize("segment", ["../x", "/dev/shm/x", "areno-push-1-1-00000000-3", "areno-push-1-1-0000/000-0"])
 def test_a_segment_is_a_bare_name_of_ours(segment: str) -> None:
     with pytest.raises(InvalidRequest, match="segment"):
         announced({"kind": "shared", "segment": segment, "nonce": bytes(16)})
