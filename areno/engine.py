@@ -333,6 +333,10 @@ class Engine:
         """Take a slice that was filled and looked at in place. Raises: as `stage`."""
         self._updates.close_slice(filled)
 
+    def open_memory(self, handle: bytes) -> None:
+        """Let the other ranks open another process's memory that slices will be staged from (`DeviceRun`). Raises: NoUpdate."""
+        self._updates.open_memory(handle)
+
     @on_device
     def stage_slices(self, slices: Sequence[Slice]) -> None:
         """Take parts of tensors; see `Slice`. Raises: as `stage`.

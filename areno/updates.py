@@ -107,6 +107,14 @@ class Updates:
         with device_errors(f"while a slice of {filled.name} was staged", out_of_memory=_no_room("stage", filled.name)):
             self._open_update().close_slice(filled)
 
+    def open_memory(self, handle: bytes) -> None:
+        """As `Engine.open_memory`."""
+        self._open_update()
+        if self._ranks.size > 1:
+            self._ranks.tell(ops.OpenMemory(handle=handle.hex()))
+            # Who waits for the copies after this waits for it too.
+            self._runs_told = True
+
     def stage_slices(self, slices: Sequence[Slice]) -> None:
         """As `Engine.stage_slices`."""
         update = self._open_update()

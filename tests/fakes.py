@@ -310,6 +310,9 @@ class FakeEngine:
         """None was opened."""
         raise AssertionError("a slice is closed that was never opened")
 
+    def open_memory(self, handle: bytes) -> None:
+        """There are no other ranks."""
+
     def stage_slices(self, slices: Sequence[Any]) -> None:
         """Take parts of tensors; each counts as staged from its first one on."""
         if self._staged is None:

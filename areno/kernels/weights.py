@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,24 +102,38 @@ def _inspect_kernel(
 
 
 @triton.jit
+def _copy_block(target, source, place, count, width, stride, STRIDED: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+    if STRIDED:
+        values = tl.load(source + place // width * stride + place % width, mask=place < count, other=0)
+    else:
+        values = _load(source, place, count, WHOLE, ALIGNED)
+    _store(target, place, count, values, WHOLE, ALIGNED)
+
+
+# The number of runs is another one for every bucket, and nothing to compile anew for.
+@triton.jit(do_not_specialize=["num_runs"])
 def _copy_kernel(
-    table, num_runs, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr,
+    table, num_runs,
+    WORD: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    # Rows of the table: targets, sources, counts, and the programs of all runs before.
+    # Rows of the table: targets, sources, counts, widths, strides, and the programs of all runs before.
     run, program = tl.arange(0, RUNS), tl.program_id(0).to(tl.int64)
-    before = tl.load(table + 3 * num_runs + run, mask=run < num_runs, other=1 << 62)
+    before = tl.load(table + 5 * num_runs + run, mask=run < num_runs, other=1 << 62)
     own = tl.sum((before <= program).to(tl.int32), axis=0) - 1
-    first = (program - tl.load(table + 3 * num_runs + own)) * (BLOCK * BLOCKS)
-    count = tl.load(table + 2 * num_runs + own)
+    first = (program - tl.load(table + 5 * num_runs + own)) * (BLOCK * BLOCKS)
     target = tl.load(table + own).to(tl.pointer_type(WORD))
     source = tl.load(table + num_runs + own).to(tl.pointer_type(WORD))
+    count = tl.load(table + 2 * num_runs + own)
+    width, stride = count, count
+    if STRIDED:
+        width, stride = tl.load(table + 3 * num_runs + own), tl.load(table + 4 * num_runs + own)
     whole = tl.minimum((count - first) // BLOCK, BLOCKS).to(tl.int32)
     for block in range(whole):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
-        _store(target, place, count, _load(source, place, count, True, ALIGNED), True, ALIGNED)
+        _copy_block(target, source, place, count, width, stride, STRIDED, True, ALIGNED)
     if whole < BLOCKS:
         place = first + whole * BLOCK + tl.arange(0, BLOCK)
-        _store(target, place, count, _load(source, place, count, False, ALIGNED), False, ALIGNED)
+        _copy_block(target, source, place, count, width, stride, STRIDED, False, ALIGNED)
 
 
 @triton.jit
@@ -145,28 +160,53 @@ def _swap_kernel(
         _swap_block(ones, others, first + whole * BLOCK + tl.arange(0, BLOCK), count, False, ALIGNED)
 
 
-def copy_runs(device: torch.device, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy memory that `device` can address, on its current stream. `runs`: address of the target, of the source, bytes; none overlap.
+class Run(NamedTuple):
+    """Rows of bytes that begin `stride` apart at address `source`, and lie one after the other at `target`."""
+
+    target: int
+    source: int
+    row_bytes: int
+    rows: int = 1
+    stride: int = 0
+
+
+def copy_runs(device: torch.device, runs: Sequence[tuple[int, int, int, int, int]]) -> None:
+    """Copy runs (each as `Run`) of memory that `device` can address, on its current stream. No target overlaps another run.
 
     It is called while a trainer waits, so the host prepares as little as it can: each program finds its run by itself.
     """
-    memory = np.array(runs, dtype=np.int64).reshape(-1, 3)
-    memory = memory[memory[:, 2] > 0]
-    # One tensor of odd size does not make narrow words of all others.
-    sizes = np.gcd(np.bitwise_or.reduce(memory, axis=1), 8)
-    for size in set(sizes.tolist()):
-        for alike in np.array_split(memory[sizes == size], -(-int((sizes == size).sum()) // MAX_RUNS)):
-            table = np.empty((4, len(alike)), dtype=np.int64)
-            table[:3] = alike.T
-            table[2] //= size
-            spans = -(-table[2] // (BLOCK * BLOCKS))
-            ends = np.cumsum(spans)
-            table[3] = ends - spans
-            [sent] = upload(device, table)
-            aligned = not (table[:2] % 16).any()
-            _copy_kernel[(int(ends[-1]),)](
-                sent, len(alike), WORD=_WORDS[size][0], ALIGNED=aligned, BLOCK=BLOCK, BLOCKS=BLOCKS, RUNS=MAX_RUNS, num_warps=8
-            )
+    memory = np.array(runs, dtype=np.int64).reshape(-1, 5)
+    memory = memory[memory[:, 2] * memory[:, 3] > 0]
+    # One tensor of odd size does not make narrow words of all others, nor one that is cut narrow loads.
+    sizes = np.gcd(memory[:, 0] | memory[:, 1] | memory[:, 2] | memory[:, 4], 8)
+    kinds = sizes * 2 + (memory[:, 3] > 1)
+    for kind in set(kinds.tolist()):
+        alike = memory[kinds == kind]
+        for first in range(0, len(alike), MAX_RUNS):
+            _copy_alike(device, alike[first : first + MAX_RUNS], kind // 2, strided=kind % 2 == 1)
+
+
+def _copy_alike(device: torch.device, runs: np.ndarray, size: int, *, strided: bool) -> None:
+    table = np.empty((6, len(runs)), dtype=np.int64)
+    table[:2] = runs[:, :2].T
+    np.multiply(runs[:, 2], runs[:, 3], out=table[2])
+    table[3], table[4] = runs[:, 2], runs[:, 4]
+    table[2:5] //= size
+    spans = -(-table[2] // (BLOCK * BLOCKS))
+    ends = np.cumsum(spans)
+    table[5] = ends - spans
+    [sent] = upload(device, table)
+    _copy_kernel[(int(ends[-1]),)](
+        sent,
+        len(runs),
+        WORD=_WORDS[size][0],
+        STRIDED=strided,
+        ALIGNED=not (table[:2] % 16).any(),
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        RUNS=MAX_RUNS,
+        num_warps=8,
+    )
 
 
 def inspect_pairs(pairs: Sequence[Pair], layouts: Sequence[tuple[int, int, int]] | None = None) -> torch.Tensor:

@@ -174,6 +174,7 @@ _ENTRIES: dict[type, _Field[Any]] = {
     ops.StageRun: _record(
         ops.StageRun, name=_Text, dtype=_Text, shape=_Array, start=_Integer, count=_Integer, handle=_Text, offset=_Integer
     ),
+    ops.OpenMemory: _record(ops.OpenMemory, handle=_Text),
     ops.LaunchSlices: _record(ops.LaunchSlices),
     ops.CopyRuns: _record(ops.CopyRuns),
     ops.InspectUpdate: _record(ops.InspectUpdate),

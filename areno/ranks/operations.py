@@ -69,6 +69,13 @@ class StageRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenMemory:
+    """Open the memory of `handle`, in hex, which runs will be staged from: it takes longer than to copy them."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSlices:
     """Begin to copy the slices that are there to where they are staged."""
 
@@ -166,6 +173,7 @@ Operation = (
     | ScoreIds
     | OpenUpdate
     | StagePiece
+    | OpenMemory
     | StageRun
     | LaunchSlices
     | CopyRuns

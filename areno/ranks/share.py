@@ -17,7 +17,7 @@ import torch
 from areno import commands
 from areno.canary import CanaryProof
 from areno.config import EngineConfig, ResolvedConfig
-from areno.device_imports import DeviceImports
+from areno.device_imports import DeviceImports, ImportedMemory
 from areno.errors import ArenoError, Asleep, EngineFailure, WeightUpdateError
 from areno.models.model_config import ModelConfig
 from areno.parallel import TPGroup
@@ -70,6 +70,7 @@ class Share:
             ops.ScoreIds: self._score,
             ops.OpenUpdate: self._open_update,
             ops.StagePiece: self._stage_piece,
+            ops.OpenMemory: lambda entry: self._memory(entry.handle),
             ops.StageRun: self._stage_run,
             ops.LaunchSlices: lambda _: self._open.launch_slices(),
             ops.CopyRuns: lambda _: self._open.settle_slices(),
@@ -154,10 +155,13 @@ class Share:
         if entry.start + entry.count == size:
             self._open.stage(entry.name, self._pieces.pop(entry.name).view(shape))
 
-    def _stage_run(self, entry: ops.StageRun) -> None:
+    def _memory(self, handle: str) -> ImportedMemory:
         if self._imports is None:
             self._imports = DeviceImports(self._device)
-        opened = self._imports.memory(bytes.fromhex(entry.handle))
+        return self._imports.memory(bytes.fromhex(handle))
+
+    def _stage_run(self, entry: ops.StageRun) -> None:
+        opened = self._memory(entry.handle)
         run = DeviceRun(opened.memory, opened.address, entry.offset, entry.count, entry.dtype, b"")
         self._open.stage_slices([Slice(entry.name, run, entry.start, TensorSpec(entry.dtype, tuple(entry.shape.tolist())))])
 

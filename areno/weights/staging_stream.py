@@ -10,6 +10,7 @@ beside them would hold up the trainer. Invariant: a look comes after the copies 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -37,8 +38,8 @@ class StagingStream:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether all that they read is there already.
         self._complete = True
-        # Copies of whole tensors (address of the target, of the source, bytes), and what has to live until they are launched.
-        self._runs: list[tuple[int, int, int]] = []
+        # Copies of whole tensors (see `kernels.weights.Run`), and what has to live until they are launched.
+        self._runs: list[tuple[int, int, int, int, int]] = []
         self._kept: list[object] = []
         self._unknown: dict[str, None] = {}
         # When looks began and ended.
@@ -70,12 +71,19 @@ class StagingStream:
         self._copies += copies
         self._complete &= complete
 
-    def copy_run_later(self, target: torch.Tensor, source: int, kept: object) -> None:
-        """Take note of a copy to a contiguous tensor on the device from the address of as many bytes; `kept` owns these.
+    def copy_whole_later(self, target: torch.Tensor, source: int, shard: TensorShard | None, kept: object) -> None:
+        """Take note of a copy to a contiguous tensor on the device, from the address of the whole tensor that it is or has a part of.
 
-        They are complete, and stay until the copy is over.
+        `kept` owns what is there, which is complete, and stays until the copy is over.
         """
-        self._runs.append((target.data_ptr(), source, target.nbytes))
+        at, item = target.data_ptr(), target.element_size()
+        if shard is None:
+            self._runs.append((at, source, target.nbytes, 1, 0))
+        else:
+            self._runs += [
+                (at + one.target * item, source + one.source * item, one.width * item, one.rows, one.stride * item)
+                for one in shard.overlaps(0, math.prod(shard.shape))
+            ]
         self._kept.append(kept)
 
     def look_later(self, name: str) -> None:

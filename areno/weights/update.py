@@ -187,9 +187,9 @@ class WeightUpdate:
                 self._stage_slice(one.name, one.tensor, one.start, one.spec, complete)
 
     def _stage_whole(self, one: Slice, stream: StagingStream) -> bool:
-        """Take a slice if it is all of an uncut tensor on the device that comes for the first time: most are, and each has its price."""
+        """Take a slice if it is all of a tensor, lies on the device and comes for the first time: most do, and each has its price."""
         name, values, target = canonical_name(one.name), one.values, None
-        if self._manifest is not None and self._manifest.get(name) == one.spec and name not in self._table.shards and not one.start:
+        if self._manifest is not None and self._manifest.get(name) == one.spec and not one.start:
             target = self._staged.views.get(name)
         if target is None or not target.is_cuda or self._slices.knows(name) or name in self._received.sources:
             return False
@@ -199,9 +199,9 @@ class WeightUpdate:
             count, dtype, source = values.numel(), dtype_name(values.dtype), values.data_ptr()
         else:
             return False
-        if count != target.numel() or not dtype == one.spec.dtype == dtype_name(target.dtype):
+        if count != math.prod(one.spec.shape) or not dtype == one.spec.dtype == dtype_name(target.dtype):
             return False
-        stream.copy_run_later(target, source, values)
+        stream.copy_whole_later(target, source, self._table.shards.get(name), values)
         self._slices.add_whole(name, count)
         self._complete(one.name, name)
         return True

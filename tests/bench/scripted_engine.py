@@ -424,6 +424,9 @@ class ScriptedEngine:
         """None was opened."""
         raise AssertionError("a slice is closed that was never opened")
 
+    def open_memory(self, handle: bytes) -> None:
+        """There are no other ranks."""
+
     def stage_slices(self, slices: Sequence[Any]) -> None:
         """Take parts of tensors."""
         self._weights.stage_slices(slices)

@@ -8,7 +8,7 @@ dereferenced on the host. Invariant: a piece lies within its allocation by the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rollout.errors import TransportUnavailable
@@ -37,13 +37,14 @@ def _unavailable(why: str) -> TransportUnavailable:
 class CudaImports:
     """What an update has opened of a trainer's memory, by handle. Raises: TransportUnavailable without CUDA or cuda-bindings."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        """`devices`: where the engine's ranks are, rank 0 first."""
+    def __init__(self, devices: Sequence[torch.device], tell: Callable[[bytes], None]) -> None:
+        """`devices`: where the engine's ranks are, rank 0 first; `tell` is called with the handle of each allocation that is opened."""
         if devices[0].type != "cuda":
             raise _unavailable(f"the engine runs on {devices[0].type}")
         from areno.device_imports import DeviceImports, DriverFailure
 
-        self._failure, self._devices = DriverFailure, devices
+        self._failure, self._devices, self._tell = DriverFailure, devices, tell
+        self._told: set[bytes] = set()
         try:
             self._imports = DeviceImports(devices[0])
         except DriverFailure as error:
@@ -68,6 +69,9 @@ class CudaImports:
             found = self._imports.memory(handle)
         except self._failure as error:
             raise _unavailable(str(error)) from None
+        if handle not in self._told:
+            self._told.add(handle)
+            self._tell(handle)
         if size > found.size:
             raise refused(bucket, f"an allocation of {size} bytes was announced", f"the driver says that it has {found.size}")
         return found

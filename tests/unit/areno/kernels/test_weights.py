@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from areno.kernels import weights
-from areno.kernels.weights import Exchange, copy_runs, inspect_pairs
+from areno.kernels.weights import Exchange, Run, copy_runs, inspect_pairs
 from areno.weights.digest import MASK64, bits_of, digest
 
 
@@ -57,7 +57,7 @@ def test_runs_are_copied_and_nothing_beside_them(dtype: torch.dtype, offset: int
     pairs = _pairs(dtype, [1, 63, 128, 129, 1024, 400], offset)
     homes = [torch.cat([target, target[:1]]) for target, _ in pairs]
     ends = [home[-1].clone() for home in homes]
-    copy_runs(torch.device("cpu"), [(home.data_ptr(), source.data_ptr(), source.nbytes) for home, (_, source) in zip(homes, pairs)])
+    copy_runs(torch.device("cpu"), [Run(home.data_ptr(), source.data_ptr(), source.nbytes) for home, (_, source) in zip(homes, pairs)])
     for home, end, (_, source) in zip(homes, ends, pairs):
         assert torch.equal(bits_of(home[:-1]), bits_of(source)) and torch.equal(bits_of(home[-1:]), bits_of(end.reshape(1)))
     copy_runs(torch.device("cpu"), [])
@@ -66,8 +66,24 @@ def test_runs_are_copied_and_nothing_beside_them(dtype: torch.dtype, offset: int
 def test_runs_without_bytes_and_more_runs_than_one_launch_takes_are_copied() -> None:
     sources = [torch.arange(size, dtype=torch.float32) for size in [0, 3, 150, 0, *range(1, 150), 0]]
     targets = [torch.full_like(source, -1.0) for source in sources]
-    copy_runs(torch.device("cpu"), [(target.data_ptr(), source.data_ptr(), source.nbytes) for target, source in zip(targets, sources)])
+    copy_runs(torch.device("cpu"), [Run(target.data_ptr(), source.data_ptr(), source.nbytes) for target, source in zip(targets, sources)])
     assert all(torch.equal(target, source) for target, source in zip(targets, sources))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shapes", [[(5, 40, 3, 16), (1, 9, 2, 7), (64, 16, 0, 8)], [(7, 129, 128, 1), (33, 65, 1, 63), (4, 200, 0, 200)]])
+def test_columns_of_rows_are_put_one_row_after_the_other(dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
+    """Rows, their length, the first column and how many, beside a run that is not cut."""
+    sources = [torch.randint(0, 200, (rows, length)).to(dtype) for rows, length, _, _ in shapes]
+    wanted = [source[:, first : first + width].contiguous() for source, (_, _, first, width) in zip(sources, shapes)]
+    targets = [torch.zeros_like(want) for want in wanted]
+    item = dtype.itemsize
+    runs = [
+        Run(target.data_ptr(), source.data_ptr() + first * item, width * item, rows, length * item)
+        for target, source, (rows, length, first, width) in zip(targets, sources, shapes)
+    ]
+    copy_runs(torch.device("cpu"), runs)
+    assert all(torch.equal(target, want) for target, want in zip(targets, wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

@@ -75,6 +75,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Any]] = {
     ops.ScoreIds: st.builds(ops.ScoreIds, ids=IDS, temperature=REAL),
     ops.OpenUpdate: st.builds(ops.OpenUpdate, manifest=TEXT, version=INT64, partial=st.booleans()),
     ops.StagePiece: st.builds(ops.StagePiece, name=TEXT, dtype=TEXT, shape=IDS, start=INT64, count=INT64, slot=INT64, whole=st.booleans()),
+    ops.OpenMemory: st.builds(ops.OpenMemory, handle=TEXT),
     ops.StageRun: st.builds(ops.StageRun, name=TEXT, dtype=TEXT, shape=IDS, start=INT64, count=INT64, handle=TEXT, offset=INT64),
     ops.VerifyUpdate: st.builds(ops.VerifyUpdate, digests=TEXT),
     ops.MeasureCanaries: st.builds(
