@@ -15,6 +15,14 @@ from pathlib import Path
 from areno.errors import CheckpointError, EngineFailure
 
 _LIBRARIES = ("torch", "numpy", "triton")
+# All that a rank reads besides weights. An index says which of two files counts, a tokenizer which ids are never drawn.
+_DESCRIPTIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+)
 
 
 def _version(library: str) -> str:
@@ -52,16 +60,29 @@ def check_code(rank: int, expected: Mapping[str, str], found: Mapping[str, str])
 
 
 def checkpoint_identity(folder: Path) -> str:
-    """Return a hash of config.json and of the weight files' headers, sizes and times; files that are missing count as such."""
+    """Return a hash of the JSON files that are read and of the weight files' headers, sizes and times; missing files count as such.
+
+    Raises: CheckpointError where a file cannot be read.
+    """
     hashed = hashlib.blake2b(digest_size=16)
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [*(folder / name for name in _DESCRIPTIONS), *sorted(folder.glob("*.safetensors"))]:
         if not path.is_file():
             continue
-        status = path.stat()
-        with path.open("rb") as file:
-            head = file.read(8)
-            size = min(int.from_bytes(head, "little"), 1 << 26) if path.suffix == ".safetensors" else status.st_size
-            hashed.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + head + file.read(size))
+        try:
+            status = path.stat()
+            with path.open("rb") as file:
+                head = file.read(8)
+                size = min(int.from_bytes(head, "little"), 1 << 26) if path.suffix == ".safetensors" else status.st_size
+                content = head + file.read(size)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path.name} cannot be read: {error}",
+                field="model",
+                value=str(path),
+                limit="every rank reads it",
+                remedy="let the user of this process read all files of the folder, and do not write there while an engine starts",
+            ) from error
+        hashed.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + content)
     return hashed.hexdigest()
 
 
@@ -73,6 +94,6 @@ def check_checkpoint(rank: int, folder: Path, expected: str) -> None:
             f"rank {rank} sees another checkpoint in {folder} than rank 0",
             field="model",
             value=str(folder),
-            limit=f"config.json and the headers of its weight files come to {found} there, {expected} here",
+            limit=f"its JSON files and the headers of its weight files come to {found} there, {expected} here",
             remedy="do not write to the folder while an engine starts, then start again",
         )

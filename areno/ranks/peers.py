@@ -75,7 +75,7 @@ class PeersPlan:
 
 
 class Peers:
-    """See the module. `lost_fd` becomes readable when a rank is lost. Raises (in its constructor): OSError."""
+    """See the module. `lost_fd` becomes readable when a rank is lost. Raises (in its constructor): OSError, CheckpointError."""
 
     def __init__(self, plan: PeersPlan) -> None:
         self._plan, self.size = plan, len(plan.devices)
@@ -84,6 +84,7 @@ class Peers:
         self._close_by: float | None = None
         self._busy_since: float | None = None
         self._told = threading.Event()
+        code, checkpoint = code_identity(), checkpoint_identity(plan.model)
         self._segment = LogSegment.create(plan.sizes or SegmentSizes(world=self.size))
         self._events = {rank: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for rank in range(1, self.size)}
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -96,7 +97,6 @@ class Peers:
         self._bulk_next = 0
         self._checks: tuple[int, np.ndarray] | None = None
         self._num_checks = 0
-        code, checkpoint = code_identity(), checkpoint_identity(plan.model)
         for rank in self._events:
             self._processes[rank] = self._start(rank, code, checkpoint)
         limits = WatchLimits(

@@ -399,6 +399,41 @@ def test_a_checkpoint_is_known_by_config_headers_and_sizes(tmp_path: Path) -> No
     assert checkpoint_identity(tmp_path) != first
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"]
+)
+def test_a_checkpoint_is_known_by_every_file_that_says_what_ranks_load_and_draw(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    without = checkpoint_identity(tmp_path)
+    (tmp_path / name).write_bytes((2).to_bytes(8, "little") + b"{}")
+    first = checkpoint_identity(tmp_path)
+    assert first != without
+    # Another file of the same size and time.
+    status = (tmp_path / name).stat()
+    (tmp_path / name).write_bytes((2).to_bytes(8, "little") + b"[]")
+    os.utime(tmp_path / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert checkpoint_identity(tmp_path) not in (first, without)
+
+
+def test_a_file_of_a_checkpoint_that_cannot_be_read_is_refused_by_name_and_starts_nothing(
+    start: Callable[..., Peers], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    (folder / "model.safetensors").write_bytes(bytes(8))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*Permission denied.*let the user of this process"):
+            start()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 def test_fewer_devices_than_ranks_are_refused_with_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert rank_devices(torch.device("cuda", 1), 2) == ("cuda:1", "cuda:2") and rank_devices(torch.device("cpu"), 2) == ("cpu", "cpu")
