@@ -55,6 +55,8 @@ from areno.weights.report import UpdateReport
 from areno.weights.slices import OpenSlice, Slice
 from areno.weights.whole import whole_tensor
 
+LAUNCH_GRACE_S = 3e-4
+
 
 class Engine:
     """An inference engine for one model folder. Not thread-safe: one thread calls it.
@@ -119,6 +121,9 @@ class Engine:
         self._rank: Rank = rank
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
+        # Kernel by kernel, another rank's launches are at times the slowest of all. Rank 0 would run ahead of those, and give lanes
+        # that have ended to nobody for as long; it waits instead, while the device has all that it can do.
+        self._launches_slowly = self._ranks.size > 1 and device.type == "cuda" and not config.graphs and resolved.run_ahead > 0
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
             num_valid_ids=model_config.num_valid_ids,
@@ -249,6 +254,9 @@ class Engine:
         outputs: list[StepOutput] = []
         last_launch = self._ring.last_launch
         with torch.inference_mode():
+            if self._launches_slowly:
+                self._ranks.catch_up()
+                self._ring.await_newest(LAUNCH_GRACE_S)
             # What the device has said since the last step makes this plan: where the host is the slower one, every launch before.
             outputs.extend(self._read(drain=False))
             for command in self._scheduler.plan():

@@ -175,6 +175,16 @@ class ResultRing:
             results.append(self._records[launch.slot].read(launch))
         return results
 
+    def await_newest(self, at_most_s: float) -> None:
+        """Give the newest launch that time to end, without sleeping. Blocks: for as long on a CUDA device; never in lock step."""
+        event = self._events[self._pending[-1].slot] if self._pending else None
+        if event is None or self.lock_step:
+            return
+        started = time.perf_counter()
+        while not event.query() and time.perf_counter() - started < at_most_s:
+            pass
+        self.waited_s += time.perf_counter() - started
+
     def _may_read(self, slot: int, *, wait: bool) -> bool:
         event = self._events[slot]
         if event is None or (self.lock_step and not wait):

@@ -72,13 +72,13 @@ class LogWriter:
         """Whether every rank has executed the entry of this number."""
         return self._slowest(Own.DONE) >= number
 
-    def wait(self, reached: Callable[[], bool]) -> None:
-        """Wait until something is true. Blocks. Raises: what `check` raises."""
+    def wait(self, reached: Callable[[], bool], *, spin_s: float = SPIN_S) -> None:
+        """Wait until something is true, for `spin_s` without sleeping. Blocks. Raises: what `check` raises."""
         self._wake()
         started, pause_s = time.perf_counter(), SPIN_S
         while not reached():
             self._check()
-            if time.perf_counter() - started > SPIN_S:
+            if time.perf_counter() - started > spin_s:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 FOLLOWER = "areno.ranks.follower"
 MEET_S = 120.0
 BROADCAST_BYTES = 64 << 20
+# Ranks that launch a step kernel by kernel end within this of each other.
+_CATCH_UP_S = 2e-3
 _LOST_IS_SEEN_S = 5.0
 _STOP_S = 5.0
 _TELL_S = 10.0
@@ -216,6 +218,11 @@ class Peers:
         """Return whether every rank has done an entry. Raises: EngineFailure."""
         self.check()
         return self._writer.executed(number)
+
+    def catch_up(self) -> None:
+        """Wait until every rank has launched what it was told of. Blocks. Raises: EngineFailure."""
+        newest = self._writer.entries
+        self._writer.wait(lambda: self._writer.executed(newest), spin_s=_CATCH_UP_S)
 
     def wait_for_entry(self, number: int) -> None:
         """Wait until every rank has done an entry. Blocks. Raises: EngineFailure."""

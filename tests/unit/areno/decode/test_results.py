@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,25 @@ def test_nothing_is_ready_before_its_launch_has_passed() -> None:
     device.run(1)
     assert [result.launch.number for result in ring.ready(drain=False)] == [1]
     assert device.events[0].waits == 0, "nobody waited"
+
+
+def test_the_newest_launch_is_given_time_and_no_more_than_that() -> None:
+    device = LateDevice()
+    ring = ResultRing(slots=4, lanes=4, run_ahead=3, transport=device)
+    ring.await_newest(60.0)
+    for _ in range(2):
+        _launch(ring, device, lanes=4)
+    started = time.monotonic()
+    ring.await_newest(0.02)
+    assert time.monotonic() - started >= 0.02 and ring.waited_s >= 0.02
+    assert ring.ready(drain=False) == []
+    ring.lock_step = True
+    ring.await_newest(60.0)
+    ring.lock_step = False
+    device.run(len(device.queue))
+    ring.await_newest(60.0)
+    assert [result.launch.number for result in ring.ready(drain=False)] == [1, 2]
+    assert time.monotonic() - started < 30.0
 
 
 def test_a_copy_takes_the_used_words_of_one_slot_and_leaves_the_others_alone() -> None:
