@@ -58,9 +58,14 @@ def hard_logits(seed: int) -> torch.Tensor:
     return torch.from_numpy(rows)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+FILTERS = [(1, 1.0, 0.0), (64, 1.0, 0.0), (3, 0.5, 0.0), (40, 0.9, 0.2), (7, 1.0, 0.3)]
+
+
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (64, 1.0, 0.0), (3, 0.5, 0.0), (64, 0.97, 0.0), (40, 0.9, 0.2), (7, 1.0, 0.3)]
+    ("size", "top_k", "top_p", "min_p"),
+    [(2, 64, 0.97, 0.0), (4, 64, 0.97, 0.0)]
+    + [(2, *one) for one in FILTERS]
+    + [pytest.param(4, *one, marks=pytest.mark.long) for one in FILTERS],
 )
 def test_what_is_kept_is_what_a_search_through_all_scores_keeps(size: int, top_k: int, top_p: float, min_p: float) -> None:
     logits = hard_logits(top_k)
