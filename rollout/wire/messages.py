@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from rollout.errors import InvalidRequest, plain_value
 from rollout.wire.control_messages import (
@@ -98,6 +99,16 @@ _LARGE = {
 MAX_BODY_BYTES: Mapping[Op, int] = {op: LARGE_BODY_BYTES if op in _LARGE else SMALL_BODY_BYTES for op in Op}
 
 
+def _limit(model: type[Message], first: ErrorDetails) -> str:
+    """Say what a value may be in words of the wire, where those of the library name its own classes."""
+    if first["type"] == "model_type":
+        inner: object = model.model_fields[str(first["loc"][0])].annotation if len(first["loc"]) == 1 else None
+        if isinstance(inner, type) and issubclass(inner, Message):
+            return f"a map of {', '.join(inner.model_fields)}"
+        return "a map"
+    return str(first["msg"]).removeprefix("Value error, ")
+
+
 def _refusal(model: type[Message], error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
     path = ".".join(str(part) for part in first["loc"])[:200]
@@ -114,7 +125,7 @@ def _refusal(model: type[Message], error: ValidationError) -> InvalidRequest:
         f"{path} is missing" if first["type"] == "missing" else f"{path}={value!r} is refused",
         field=path,
         value=value,
-        limit=str(first["msg"]),
+        limit=_limit(model, first),
         remedy=f"pass {path} as the limit says",
     )
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequest, ProtocolMismatch, RolloutError, UnknownOperation, WireError
 from rollout.wire.codec import HEADER, MAX_FRAMES, PROTOCOL_VERSION, decode, encode
+from rollout.wire.messages import WeightsStageBucket, parse_fields
 from rollout.wire.operations import CONTROL_REQUESTS, DATA_REQUESTS, Op
 
 REQUEST_ID = bytes(range(1, 17))
@@ -72,6 +73,16 @@ def test_a_wrong_field_is_refused_with_its_name_and_limit(fields: dict[str, Any]
     assert refused.value.field == field
     assert said in str(refused.value.limit)
     assert field in str(refused.value.remedy)
+
+
+def test_a_map_that_is_none_is_refused_with_the_names_of_its_fields() -> None:
+    bucket: dict[str, Any] = {"update_id": "u", "bucket": 0, "size": 4, "handle": {"kind": "frames"}}
+    row = {"name": "w", "dtype": "float32", "shape": [1], "start": 0, "count": 1, "offset": 0}
+    with pytest.raises(InvalidRequest, match="a map of names, dtypes, shapes, starts, counts, offsets, places; pass pieces"):
+        parse_fields(WeightsStageBucket, {**bucket, "pieces": [row]})
+    columns = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "starts": [0], "counts": [], "offsets": [0]}
+    with pytest.raises(InvalidRequest, match="is refused; columns of one length, not of"):
+        parse_fields(WeightsStageBucket, {**bucket, "pieces": columns})
 
 
 @pytest.mark.parametrize(
