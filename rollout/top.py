@@ -6,10 +6,11 @@ Reads `stats()` only; rates come from two readings. `view` is a pure function of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -71,17 +72,30 @@ def view(now: Stats, before: Stats | None, seconds: float, address: str) -> Grou
     return Group(*lines)
 
 
+def _pictures(client: Client, interval_s: float) -> Iterator[RenderableType]:
+    """Yield one picture of the state at once, then one with rates after each interval."""
+    before, at = client.stats(), time.monotonic()
+    yield view(before, None, 0.0, client.address)
+    while True:
+        time.sleep(interval_s)
+        now, seconds = client.stats(), time.monotonic() - at
+        yield view(now, before, seconds, client.address)
+        before, at = now, at + seconds
+
+
 def show(client: Client, interval_s: float, *, once: bool, console: Console | None = None) -> None:
     """Draw until interrupted; `once` draws two readings' picture and returns. Blocks. Raises: what `stats` raises."""
     console = console or Console()
-    before, at = client.stats(), time.monotonic()
+    pictures = _pictures(client, interval_s)
+    first = next(pictures)
     if once:
-        time.sleep(interval_s)
-        console.print(view(client.stats(), before, time.monotonic() - at, client.address))
+        console.print(next(pictures))
         return
-    with Live(view(before, None, 0.0, client.address), console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        while True:
-            time.sleep(interval_s)
-            now, seconds = client.stats(), time.monotonic() - at
-            live.update(view(now, before, seconds, client.address), refresh=True)
-            before, at = now, at + seconds
+    if not console.is_terminal:
+        # Drawn in place, all but the last picture would be lost to a file or a pipe.
+        for picture in chain((first,), pictures):
+            console.print(picture)
+            console.file.flush()
+    with Live(first, console=console, auto_refresh=False, screen=True) as live:
+        for picture in pictures:
+            live.update(picture, refresh=True)

@@ -164,7 +164,7 @@ class Exporter:
                 f"metrics_port={port} of {HOST} cannot be bound: {error.strerror}",
                 field="metrics_port",
                 value=port,
-                remedy="choose another metrics_port, or 0 for a free one",
+                remedy="change metrics_port to another port, or 0 for a free one",
             ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()

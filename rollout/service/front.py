@@ -169,6 +169,7 @@ class Front:
             self._exporter = None if port is None else Exporter(port, self._numbers, self._calls, wake=wake)
         except RolloutError:
             self._sockets.close()
+            self._lifecycle.close()
             raise
 
     def _table(self) -> Handlers:

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,9 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rollout.cli import app
+from rollout.client.blocking import Client
 from rollout.errors import AddressInUse
 from rollout.service.logs import JsonFormatter
-from rollout.top import view
+from rollout.top import show, view
 from tests.fakes import fake_service
 from tests.integration.test_service_failures import host_of, wait_until
 
@@ -58,6 +59,8 @@ def test_a_scrape_shows_what_stats_says_also_while_a_host_is_replaced(tmp_path: 
         port = int(service.metrics.split(":")[2].split("/")[0])
         with pytest.raises(AddressInUse, match=rf"metrics_port={port}"):
             fake_service(tmp_path, metrics_port=port).start()
+        again = ["serve", "--model", str(tmp_path), "--state-dir", str(tmp_path / "other"), "--metrics-port", str(port)]
+        assert "change --metrics-port to another port" in CliRunner().invoke(app, again).output
         assert service._folder is not None
         lines = [json.loads(line) for line in (service._folder / "service.log").read_text().splitlines()]
         assert {line["process"] for line in lines} == {"front", "engine_host"}
@@ -99,6 +102,28 @@ def test_the_picture_has_rates_and_names_what_is_wrong() -> None:
     text = drawn(wrong, None, 0.0)
     assert "no progress for 12.0 s: request ab" in text and "2 times the counters did not reconcile" in text and "paused by x#1" in text
     assert "host (pid 7) died" in text
+
+
+class Readings:
+    """A client whose service is interrupted after three readings."""
+
+    address = "ipc:///x"
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def stats(self) -> dict[str, Any]:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return stats_of(version=self.left)
+
+
+def test_a_file_gets_every_picture() -> None:
+    written = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        show(cast("Client", Readings()), 0.0, once=False, console=Console(width=100, file=written))
+    assert [f"version {version}" in written.getvalue() for version in (2, 1, 0)] == [True] * 3
 
 
 def test_a_json_line_has_the_traceback_of_its_error() -> None:
