@@ -26,6 +26,7 @@ from rollout.key_commands import app as keys_app
 from rollout.keys import LOCAL, KeyFolder
 from rollout.service.engine_host import checked_options
 from rollout.service.logs import set_up_logging
+from rollout.wire.security import is_own_machine, parse_address
 
 
 def _loaded_when_used(name: str) -> ModuleType:
@@ -65,6 +66,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON line at the e
 Address = Annotated[str | None, typer.Option(help="Address of the service; without it, the one that the state folder announces.")]
 
 Key = Annotated[str | None, typer.Option(help="Key file for an encrypted service.", show_default="found in the state folder")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Use a network address without encryption.")]
 
 
 def _print_json(fields: Mapping[str, object]) -> None:
@@ -86,6 +88,18 @@ def _with_flags(text: str, field: str | None) -> str:
         return text
     places = rf"\b{field}(?==)|(?<=change ){field}\b|(?<=set ){field}\b|(?<=leave ){field}\b|(?<=lower ){field}\b"
     return re.sub(places, f"--{field.replace('_', '-')}", text)
+
+
+def _arguments_to_connect(config: ServiceConfig, address: str, *, named: bool, keyless: bool) -> str:
+    """Return what a client on this machine passes to `connect`: nothing where the state folder says it all."""
+    found = parse_address(address)
+    said = [json.dumps(address)] if named else []
+    if found.scheme == "tcp" and config.insecure:
+        said += [] if is_own_machine(found.host) else ["insecure=True"]
+    elif found.scheme == "tcp" and not keyless:
+        # A client that does not know this state folder finds no key by itself.
+        said.append(f"key={json.dumps(str(KeyFolder(config.state.keys).path(LOCAL)))}")
+    return ", ".join(said)
 
 
 @app.command()
@@ -140,10 +154,7 @@ def _serve(options: Mapping[str, Any], *, as_json: bool) -> None:
         if as_json:
             _print_json({"event": event, **fields})
         if event == "ready":
-            argument = json.dumps(fields["address"]) if address or state_dir else ""
-            if state_dir and str(fields["address"]).startswith("tcp:") and not options["insecure"]:
-                # A client that does not know this state folder finds no key by itself.
-                argument += f", key={json.dumps(str(KeyFolder(config.state.keys).path(LOCAL)))}"
+            argument = _arguments_to_connect(config, str(fields["address"]), named=bool(address or state_dir), keyless=not state_dir)
             said = SNIPPET.format(address=fields["address"], argument=argument)
             if fields.get("metrics"):
                 said += f"\nMetrics for Prometheus: {fields['metrics']}"
@@ -221,9 +232,9 @@ def _template_findings(folder: str, history: str, options: str, as_json: bool) -
         raise _refuse(error, as_json) from None
 
 
-def _ask(address: str | None, key: str | None, timeout_s: float, as_json: bool, what: str) -> dict[str, Any]:
+def _ask(what: str, address: str | None, *, key: str | None, insecure: bool, timeout_s: float, as_json: bool) -> dict[str, Any]:
     try:
-        with connect(address, timeout_s=timeout_s, name="command line", key=key) as client:
+        with connect(address, timeout_s=timeout_s, name="command line", key=key, insecure=insecure) as client:
             return client.stats() if what == "stats" else dataclasses.asdict(client.info())
     except RolloutError as error:
         raise _refuse(error, as_json) from None
@@ -255,28 +266,31 @@ def _shown(value: object) -> str:
 def info(
     address: Address = None,
     key: Key = None,
+    insecure: Insecure = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
     as_json: Json = False,
 ) -> None:
     """Say what a running service is."""
-    _show(_ask(address, key, timeout_s, as_json, "info"), as_json)
+    _show(_ask("info", address, key=key, insecure=insecure, timeout_s=timeout_s, as_json=as_json), as_json)
 
 
 @app.command()
 def stats(
     address: Address = None,
     key: Key = None,
+    insecure: Insecure = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
     as_json: Json = False,
 ) -> None:
     """Print a running service's counters and gauges."""
-    _show(_ask(address, key, timeout_s, as_json, "stats"), as_json)
+    _show(_ask("stats", address, key=key, insecure=insecure, timeout_s=timeout_s, as_json=as_json), as_json)
 
 
 @app.command()
 def top(
     address: Address = None,
     key: Key = None,
+    insecure: Insecure = False,
     interval_s: Annotated[float, typer.Option(help="Seconds between two pictures.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait.")] = 5.0,
@@ -285,7 +299,7 @@ def top(
     from rollout.top import show
 
     try:
-        with connect(address, timeout_s=timeout_s, name="top", key=key) as client:
+        with connect(address, timeout_s=timeout_s, name="top", key=key, insecure=insecure) as client:
             show(client, interval_s, once=once)
     except KeyboardInterrupt:
         pass

@@ -16,7 +16,7 @@ from rollout.errors import AccessDenied, InsecureAddress
 from rollout.keys import LOCAL, KeyFolder, read_client_key
 from rollout.state import Announcement, StateFolder, default_state_dir
 from rollout.wire.curve import ClientKey
-from rollout.wire.security import is_loopback, parse_address
+from rollout.wire.security import is_own_machine, parse_address
 from rollout.wire.transport import Handshake
 
 KeySource = str | os.PathLike[str] | ClientKey | None
@@ -36,12 +36,12 @@ def find_service(address: str | None, key: KeySource, *, insecure: bool) -> tupl
         return found.text, read_client_key(key, server)
     if server is not None:
         return found.text, read_client_key(KeyFolder(state.keys).path(LOCAL), server)
-    if not insecure and not is_loopback(found.host):
+    if not insecure and not is_own_machine(found.host):
         raise InsecureAddress(
             f"address {found.text!r} would be used without encryption",
             field="key",
             limit="a service on another machine is reached with a key",
-            remedy="pass key=FILE, made there with `python -m rollout keys new NAME`, or accept the risk with insecure=True",
+            remedy="pass key=FILE, made there with `python -m rollout keys new NAME`, or accept the risk with insecure=True (`--insecure`)",
         )
     return found.text, None
 

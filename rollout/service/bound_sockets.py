@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 from rollout.config import ServiceConfig
-from rollout.errors import InvalidConfig, RolloutError
+from rollout.errors import AddressInUse, InvalidConfig, RolloutError
 from rollout.keys import KeyFolder
 from rollout.service.access import DOMAINS, Access
 from rollout.service.sessions import Channel
 from rollout.state import Announcement, FileLock, make_folder, private_folder, remove_host_files, remove_socket_files
 from rollout.wire.security import Address, parse_address
-from rollout.wire.transport import Context
+from rollout.wire.transport import Context, Router
 
 
 def _no_folder(model: str) -> InvalidConfig:
@@ -49,7 +49,7 @@ class BoundSockets:
         try:
             self.access = Access(self.context, address, KeyFolder(self.state.keys), insecure=config.insecure)
             self.routers = {
-                channel: self.context.router(text, config.max_message_bytes, domain=DOMAINS[channel], keys=self.access.pair)
+                channel: self._router(channel, text, config.max_message_bytes)
                 for channel, text in ((Channel.DATA, address.text), (Channel.CONTROL, address.control))
             }
             # A TCP port of 0 is known only now.
@@ -61,6 +61,20 @@ class BoundSockets:
             if lock is not None:
                 lock.release()
             raise
+
+    def _router(self, channel: Channel, text: str, max_message_bytes: int) -> Router:
+        try:
+            return self.context.router(text, max_message_bytes, domain=DOMAINS[channel], keys=self.access.pair)
+        except AddressInUse as error:
+            if channel is Channel.DATA:
+                raise
+            raise AddressInUse(
+                error.what,
+                field="address",
+                value=text,
+                limit="the control socket of a service takes the address next to that of its data socket",
+                remedy="choose another address, the next port of which is free too",
+            ) from None
 
     def announce(self, incarnation: bytes, model: str) -> None:
         """Publish the service in the state folder."""

@@ -73,7 +73,7 @@ def parse_address(text: str) -> Address:
         f"address {text!r} is not understood",
         field="address",
         value=text,
-        limit="known forms: ipc:///absolute/path, tcp://host:port, tcp://[IPv6]:port",
+        limit="known forms: ipc:///absolute/path, tcp://host:port, tcp://[IPv6]:port; a port is 65534 at most, control takes the next",
         remedy="leave address out to use the local socket in the state folder",
     )
 
@@ -90,6 +90,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_own_machine(host: str) -> bool:
+    """Tell whether a client that connects to a host stays on its machine: loopback, or the wildcard, which Linux takes for it."""
+    return is_loopback(host) or (host != "*" and is_wildcard(host))
 
 
 def is_wildcard(host: str) -> bool:

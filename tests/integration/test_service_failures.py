@@ -268,6 +268,16 @@ def test_tcp_without_keys_works_with_insecure(tmp_path: Path) -> None:
             Front(config, lambda event, fields: None)
 
 
+def test_an_occupied_port_of_the_control_socket_is_said_to_be_that(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = ServiceConfig(model=str(tmp_path), address=f"tcp://127.0.0.1:{port - 1}", state_dir=str(tmp_path / "s"))
+        with pytest.raises(AddressInUse, match=f"{port} is in use; the control socket .* choose another address, the next port of which"):
+            Front(config, lambda event, fields: None)
+
+
 def test_a_socket_file_left_by_a_dead_service_is_replaced(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "state").make().root
     (state / "run").mkdir(mode=0o700, exist_ok=True)

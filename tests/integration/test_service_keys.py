@@ -18,8 +18,10 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from typer.testing import CliRunner
 
 import rollout
+from rollout.cli import app
 from rollout.errors import AccessDenied, InsecureAddress, InvalidConfig, RolloutError, ServerUnavailable
 from rollout.keys import KeyFolder, read_client_key
 from rollout.wire.codec import encode
@@ -248,8 +250,13 @@ def test_a_network_address_is_not_used_in_clear_unless_asked(tmp_path: Path, mon
         rollout.connect("tcp://192.0.2.1:5000")
     with pytest.raises(InvalidConfig, match="cannot be read"):
         rollout.connect("tcp://192.0.2.1:5000", key=tmp_path / "absent.key")
-    with pytest.raises(ServerUnavailable):
-        rollout.connect("tcp://127.0.0.1:9", timeout_s=0.3)
+    for own in ("tcp://127.0.0.1:9", "tcp://0.0.0.0:9"):
+        with pytest.raises(ServerUnavailable):
+            rollout.connect(own, timeout_s=0.3)
+    refused = CliRunner().invoke(app, ["info", "--address", "tcp://192.0.2.1:5000"])
+    assert refused.exit_code == 1 and "`--insecure`" in refused.output
+    tried = CliRunner().invoke(app, ["info", "--address", "tcp://192.0.2.1:5000", "--insecure", "--timeout-s", "0.2"])
+    assert tried.exit_code == 1 and "no answer" in tried.output
 
 
 def test_a_local_service_listens_on_no_port(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollout.cli import _shown, app
-from rollout.config import default_threads
+from rollout.cli import _arguments_to_connect, _shown, app
+from rollout.config import ServiceConfig, default_threads
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -37,6 +37,19 @@ def test_a_wrong_option_is_one_line_with_its_flag(tmp_path: Path, arguments: lis
 def test_a_name_of_a_model_is_told_to_be_a_folder_and_how_to_get_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--model", "owner/name", "--state-dir", str(tmp_path / "state")])
     assert "is not a folder" in result.output and "--local-dir" in result.output
+
+
+def test_the_printed_snippet_connects_as_the_address_needs(tmp_path: Path) -> None:
+    def said(address: str, *, insecure: bool = False, named: bool = True, keyless: bool = True) -> str:
+        config = ServiceConfig(model=str(tmp_path), address=address, state_dir=str(tmp_path), insecure=insecure)
+        return _arguments_to_connect(config, address, named=named, keyless=keyless)
+
+    assert said("ipc:///x/service", named=False) == ""
+    assert said("ipc:///x/service", keyless=False) == '"ipc:///x/service"'
+    assert said("tcp://10.0.0.1:5000") == '"tcp://10.0.0.1:5000"'
+    assert said("tcp://10.0.0.1:5000", keyless=False).endswith('keys/local.key"')
+    assert said("tcp://10.0.0.1:5000", insecure=True, keyless=False) == '"tcp://10.0.0.1:5000", insecure=True'
+    assert said("tcp://0.0.0.0:5000", insecure=True) == '"tcp://0.0.0.0:5000"'
 
 
 def test_help_shows_the_defaults_that_apply() -> None:

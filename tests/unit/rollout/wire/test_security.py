@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.errors import InvalidConfig
-from rollout.wire.security import control_address_for, is_loopback, new_token, parse_address, warn_of_clear_tcp
+from rollout.wire.security import control_address_for, is_loopback, is_own_machine, new_token, parse_address, warn_of_clear_tcp
 
 
 def test_an_address_names_its_control_socket() -> None:
@@ -44,6 +44,29 @@ def test_a_client_reaches_the_control_socket_by_the_host_that_it_used(used: str,
 def test_an_address_that_is_not_understood_lists_the_known_forms(text: str) -> None:
     with pytest.raises(InvalidConfig, match="ipc:///absolute/path"):
         parse_address(text)
+
+
+def test_a_port_without_a_next_one_is_refused_with_the_reason() -> None:
+    assert parse_address("tcp://h:65534").control == "tcp://h:65535"
+    with pytest.raises(InvalidConfig, match="65534 at most, control takes the next"):
+        parse_address("tcp://h:65535")
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("[::1]", True),
+        ("0.0.0.0", True),
+        ("[::]", True),
+        ("*", False),
+        ("10.0.0.1", False),
+        ("h", False),
+    ],
+)
+def test_a_client_of_the_wildcard_stays_on_its_machine(host: str, own: bool) -> None:
+    assert is_own_machine(host) is own
 
 
 def test_a_socket_path_that_the_system_cannot_hold_is_refused_with_the_limit() -> None:
