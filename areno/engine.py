@@ -40,7 +40,6 @@ from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks, build_entry, start_ranks
 from areno.ranks.state_check import CHECK_LAUNCHES, state_of
 from areno.request import Request, RequestLimits, SamplingParams
-from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.score import Score, scorable_ids
 from areno.sleeper import Sleeper
@@ -116,7 +115,7 @@ class Engine:
                 fill_randomly(rank.model, resolved.seed)
             elif beside is None:
                 load_checkpoint(Path(config.model), rank.model.table, self._group)
-            rank.path.warm_up(resolved.buckets, Variant(noise=True, sums=True))
+            rank.warm_up(resolved.buckets)
         self._ranks.expect(built)
         self._rank: Rank = rank
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward

@@ -30,6 +30,7 @@ from areno.models.registry import build_model
 from areno.models.shards import ModelShard, shard_model
 from areno.parallel import TPGroup
 from areno.sampling.penalties import SlotTables
+from areno.sampling.variant import Variant
 
 if TYPE_CHECKING:
     from areno.models.dense_cuda import FusedDecoder
@@ -161,6 +162,10 @@ def packs_weights(model: ModelConfig, size: int = 1) -> bool:
     return 3 * 4 * size * _sketch(shard_model(model, 0, size)).table.num_local_parameters <= psutil.virtual_memory().available // 2
 
 
+WARM = Variant(noise=True, sums=True)
+"""The steps that most engines begin with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """What one device holds and runs. `proof_path` and `proof_ring` are for canaries, on rows of their own; both rings use `transport`.
@@ -179,6 +184,15 @@ class Rank:
     proof_path: DecodePath
     proof_ring: ResultRing
     transport: Transport
+
+    def warm_up(self, buckets: tuple[int, ...]) -> None:
+        """Compile and capture what the first steps and the first update of weights would wait for."""
+        self.path.warm_up(buckets, WARM)
+        table = self.model.table
+        if table.device.type == "cuda":
+            from areno.kernels import weights
+
+            weights.warm_up(table.dtype, table.device, cut=bool(table.shards))
 
     def release_kv(self) -> None:
         """Give the memory of keys and values back, and drop what was captured over it and what waits to be swapped."""

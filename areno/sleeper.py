@@ -12,10 +12,9 @@ import torch
 
 from areno.device_errors import device_errors
 from areno.errors import Asleep, InvalidRequest
-from areno.rank import Rank
+from areno.rank import WARM, Rank
 from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks
-from areno.sampling.variant import Variant
 from areno.scheduler import Scheduler
 from areno.step_output import StepOutput, join_outputs
 from areno.updates import Updates
@@ -112,4 +111,4 @@ class Sleeper:
                 raise
             self.level = None
             self._ranks.tell(ops.WarmUp())
-            self._rank.path.warm_up(self._buckets, Variant(noise=True, sums=True))
+            self._rank.path.warm_up(self._buckets, WARM)

@@ -273,3 +273,12 @@ def _tables(pairs: Sequence[Pair], size: int) -> tuple[int, list[torch.Tensor], 
     first_of = (np.arange(piece_of.size, dtype=np.int64) - before) * (BLOCK * BLOCKS)
     tables = upload(pairs[0][0].device, addresses[0], addresses[1], counts, piece_of, first_of)
     return int(piece_of.size), tables, not (addresses % 16).any()
+
+
+def warm_up(dtype: torch.dtype, device: torch.device, *, cut: bool) -> None:
+    """Compile what an update of weights of `dtype` launches, parts of them with `cut`, so that nobody's first one stands still for it."""
+    one, other = (torch.zeros(2 * BLOCK, dtype=dtype, device=device) for _ in range(2))
+    whole, row = Run(one.data_ptr(), other.data_ptr(), one.nbytes), BLOCK * dtype.itemsize
+    copy_runs(device, [whole, Run(one.data_ptr(), other.data_ptr(), row // 2, 2, row)] if cut else [whole])
+    inspect_pairs([(one, other)], [(0, one.numel(), 1)] if cut else None)
+    Exchange([(one, other)]).run()

@@ -21,12 +21,11 @@ from areno.device_imports import DeviceImports, ImportedMemory
 from areno.errors import ArenoError, Asleep, EngineFailure, WeightUpdateError
 from areno.models.model_config import ModelConfig
 from areno.parallel import TPGroup
-from areno.rank import Rank, build_rank, fill_randomly
+from areno.rank import WARM, Rank, build_rank, fill_randomly
 from areno.ranks import operations as ops
 from areno.ranks.answers import Answer
 from areno.ranks.segment import BROADCAST, LogSegment
 from areno.ranks.state_check import state_of
-from areno.sampling.variant import Variant
 from areno.weights.canary import Canary
 from areno.weights.live_digests import digests
 from areno.weights.load import load_checkpoint
@@ -34,8 +33,6 @@ from areno.weights.names import HostCopy, TensorSpec
 from areno.weights.slices import DeviceRun, Slice
 from areno.weights.update import WeightUpdate
 from areno.weights.whole import whole_tensor
-
-WARM = Variant(noise=True, sums=True)
 
 
 def make_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, group: TPGroup) -> Rank:
@@ -45,7 +42,7 @@ def make_rank(config: EngineConfig, resolved: ResolvedConfig, model_config: Mode
         fill_randomly(rank.model, resolved.seed)
     else:
         load_checkpoint(Path(config.model), rank.model.table, group)
-    rank.path.warm_up(resolved.buckets, WARM)
+    rank.warm_up(resolved.buckets)
     return rank
 
 

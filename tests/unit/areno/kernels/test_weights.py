@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,6 +63,33 @@ def test_runs_are_copied_and_nothing_beside_them(dtype: torch.dtype, offset: int
     for home, end, (_, source) in zip(homes, ends, pairs):
         assert torch.equal(bits_of(home[:-1]), bits_of(source)) and torch.equal(bits_of(home[-1:]), bits_of(end.reshape(1)))
     copy_runs(torch.device("cpu"), [])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_getting_ready_launches_what_an_update_does_in_the_forms_of_large_tensors(
+    dtype: torch.dtype, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {name: [] for name in ("_copy_kernel", "_inspect_kernel", "_swap_kernel")}
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self._name, self._kernel = name, getattr(weights, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                launched[self._name].append((options["WORD"], options["ALIGNED"], options.get("PARTS"), options.get("STRIDED")))
+                self._kernel[grid](*arguments, **options)
+
+            return launch
+
+    for name in launched:
+        monkeypatch.setattr(weights, name, Recorder(name))
+    weights.warm_up(dtype, torch.device("cpu"), cut=cut)
+    word = weights._WORDS[dtype.itemsize][0]
+    assert launched["_swap_kernel"] == [(weights._WORDS[8][0], True, None, None)]
+    assert launched["_inspect_kernel"] == [(word, True, cut, None)]
+    assert set(launched["_copy_kernel"]) == {(weights._WORDS[8][0], True, None, strided) for strided in {False, cut}}
 
 
 def test_runs_without_bytes_and_more_runs_than_one_launch_takes_are_copied() -> None:
