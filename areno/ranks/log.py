@@ -38,7 +38,8 @@ def is_launch(entry: Entry) -> bool:
 class LogWriter:
     """The first rank's end. `events` wake readers by rank; `check` raises when a rank is lost, and is asked while waiting.
 
-    `waited_s` adds up the time in which readers that were behind held the writer back.
+    `waited_s` adds up the time in which readers that were behind held the writer back. `torn` says that an entry was begun and not
+    finished: an interrupt may come between any two steps, and readers count on what this end no longer knows.
     """
 
     def __init__(self, segment: LogSegment, events: Mapping[int, int], *, launches_ahead: int, check: Callable[[], None]) -> None:
@@ -46,6 +47,7 @@ class LogWriter:
         self.launches_ahead = launches_ahead
         self._written = self._entries = self._launches = 0
         self.waited_s = 0.0
+        self.torn = False
 
     @property
     def entries(self) -> int:
@@ -59,12 +61,14 @@ class LogWriter:
         if launch:
             self._hold_back(lambda: self._slowest(Own.LAUNCHES) >= self._launches - self.launches_ahead)
         kind, body = pack(entry)
+        self.torn = True
         for begin in range(0, max(len(body), 1), RECORD_PAYLOAD):
             self._write(kind, body[begin : begin + RECORD_PAYLOAD], last=begin + RECORD_PAYLOAD >= len(body))
         self._entries += 1
         self._launches += launch
         self._segment.set_head(Head.ENTRIES, self._entries)
         self._segment.set_head(Head.LAUNCHES, self._launches)
+        self.torn = False
         self._wake()
         return self._entries
 

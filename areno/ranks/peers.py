@@ -206,8 +206,16 @@ class Peers:
             raise EngineFailure(f"the ranks did not end within {_STOP_S:g} s", field="tp", remedy="they are killed")
 
     def tell(self, entry: ops.Entry) -> int:
-        """Append an entry and return its number. Blocks: while a rank is too far behind. Raises: EngineFailure."""
-        return self._writer.append(entry)
+        """Append an entry and return its number. Blocks: while a rank is too far behind. Raises: EngineFailure.
+
+        Whatever ends it in the middle of an entry ends all ranks.
+        """
+        try:
+            return self._writer.append(entry)
+        except BaseException as error:
+            if self._writer.torn:
+                self.fail(_failure_of(error))
+            raise
 
     def answers(self, number: int) -> list[Answer]:
         """Return every rank's answer to an entry. Blocks. Raises: EngineFailure."""
@@ -305,10 +313,13 @@ class Peers:
         import torch
 
         slot, self._bulk_next = self._bulk_next, (self._bulk_next + 1) % BULK_SLOTS
-        self.wait_for_entry(self._bulk_used[slot])
+        # One that was interrupted on its way to the log has no entry to wait for.
+        self.wait_for_entry(min(self._bulk_used[slot], self._writer.entries))
         if piece.count:
             torch.frombuffer(self._segment.bulk(slot), dtype=part.dtype, count=piece.count).copy_(part)
-        self._bulk_used[slot] = self.tell(dataclasses.replace(piece, slot=slot))
+        # Before it is told: an interrupt afterwards would leave the slot to be written over while ranks read it.
+        self._bulk_used[slot] = self._writer.entries + 1
+        self.tell(dataclasses.replace(piece, slot=slot))
 
     def begin_check(self, state_of: Callable[[], np.ndarray]) -> None:
         """Ask every rank for the state of its rows, to be compared when the answers are there; one check at a time."""

@@ -30,7 +30,7 @@ from areno.ranks import operations as ops
 from areno.ranks.identity import checkpoint_identity, code_identity
 from areno.ranks.peers import Peers
 from areno.ranks.ranks import rank_devices
-from areno.ranks.segment import Own, Phase
+from areno.ranks.segment import Head, LogSegment, Own, Phase
 from areno.ranks.state_check import FIELDS
 from tests.integration.quick_rank import BREAK, HANG
 from tests.integration.rank_phases import PHASES, TIMEOUT_S, quick_plan
@@ -432,6 +432,64 @@ def test_a_file_of_a_checkpoint_that_cannot_be_read_is_refused_by_name_and_start
         with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*Permission denied.*let the user of this process"):
             start()
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("word", [Head.WRITTEN, Head.ENTRIES])
+def test_an_interrupt_in_the_middle_of_an_entry_ends_all_ranks_since_they_count_entries_on_their_own(
+    start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch, word: Head
+) -> None:
+    peers = start(size=2)
+    peers.wait_for(Phase.RUNNING)
+    stored = LogSegment.set_head
+
+    def interrupted(segment: LogSegment, at: Head, value: int) -> None:
+        if at is word:
+            raise KeyboardInterrupt
+        stored(segment, at, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LogSegment, "set_head", interrupted)
+        peers.tell(ops.AbortUpdate())
+    with pytest.raises(EngineFailure, match=r"rank 0 left the work of all ranks halfway: KeyboardInterrupt.*start the engine again"):
+        peers.tell(ops.AbortUpdate())
+    wait_until(lambda: not any(alive(pid) for pid in peers.pids.values()), 5.0)
+
+
+def test_an_interrupt_after_a_piece_of_weights_was_told_leaves_no_slot_that_ranks_read_to_be_written_over(
+    start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = start(size=2)
+    peers.wait_for(Phase.RUNNING)
+    told, waited = Peers.tell, list[int]()
+
+    def interrupted(self: Peers, entry: ops.Entry) -> int:
+        told(self, entry)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Peers, "tell", interrupted)
+        peers.stage("model.norm.weight", torch.zeros(8), start=0, shape=(8,), whole=True)
+    monkeypatch.setattr(Peers, "wait_for_entry", lambda self, number: waited.append(number))
+    for _ in range(2):
+        peers.stage("model.norm.weight", torch.zeros(8), start=0, shape=(8,), whole=True)
+    assert waited == [0, 1], "each slot waits for the entry that used it last"
+
+
+def test_interrupts_before_pieces_are_told_leave_nothing_to_wait_for(start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = start(size=2)
+    peers.wait_for(Phase.RUNNING)
+
+    def interrupted(self: Peers, entry: ops.Entry) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Peers, "tell", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                peers.stage("model.norm.weight", torch.zeros(8), start=0, shape=(8,), whole=True)
+    for _ in range(4):
+        peers.stage("model.norm.weight", torch.zeros(8), start=0, shape=(8,), whole=True)
+    peers.expect(peers.tell(ops.PublishUpdate(version=1)))
 
 
 def test_fewer_devices_than_ranks_are_refused_with_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
