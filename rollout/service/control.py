@@ -93,10 +93,8 @@ class ControlDesk:
 
     @property
     def lost(self) -> LostWeights | None:
-        """The weights that a new host is to bring back, None if there are none or nothing proves them."""
-        if self.needs_weights is None or self._digests is None:
-            return None
-        return LostWeights(self.needs_weights, self._digests)
+        """The weights that a new host is to bring back, None if there are none."""
+        return None if self.needs_weights is None else LostWeights(self.needs_weights, self._digests)
 
     def host_ready(self, version: int) -> None:
         """Tell a new host what holds; `version` is what it serves, the lost one if it took that up by itself."""
@@ -251,7 +249,7 @@ class ControlDesk:
                 f"restore={version} cannot be proven",
                 field="restore",
                 value=version,
-                limit="its commit brought no digests",
+                limit="the commit, or those that partial updates added to, brought no digests of some tensors",
                 remedy="push under a new version: leave restore out",
             )
         return version

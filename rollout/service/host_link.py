@@ -39,10 +39,10 @@ LINK_MESSAGE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LostWeights:
-    """A version whose weights died with a host, and the digests that prove them."""
+    """A version whose weights died with a host, and the digests that prove them, if its commits brought those of all tensors."""
 
     version: int
-    digests: Mapping[str, int]
+    digests: Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,12 @@ class HostLink:
 
     def start(self, initial_version: int, lost: LostWeights | None = None) -> None:
         """Start the process and bind its socket; `lost` are weights that it may take up from the kept file."""
+        if lost is not None and lost.digests is None and self._config.keep_last is not None:
+            log.warning(
+                "version %d is not taken up from %s: nothing proves it, since not all of its tensors came with digests; push it again",
+                lost.version,
+                self._config.keep_last,
+            )
         endpoint = self._endpoint()
         config_path = Path(endpoint.removeprefix("ipc://") + ".json")
         address = parse_address(str(self._config.address))
@@ -94,7 +100,7 @@ class HostLink:
             "engine_arguments": {**self._config.engine_arguments(), "initial_version": initial_version},
             "weights_dir": self._config.weights_dir,
             "keep_last": self._config.keep_last,
-            "lost": None if lost is None else {"version": lost.version, "digests": dict(lost.digests)},
+            "lost": None if lost is None or lost.digests is None else {"version": lost.version, "digests": dict(lost.digests)},
             "threads": self._config.threads,
             "max_message_bytes": LINK_MESSAGE_BYTES,
             "credit_bytes": self._config.host_credit_bytes,

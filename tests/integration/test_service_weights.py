@@ -255,3 +255,21 @@ def test_a_new_host_takes_the_newest_weights_up_from_the_kept_file_by_itself(tmp
         info = client.info()
         assert (info.version, info.needs_weights) == (version, None)
         assert client.generate([1], max_new_tokens=2).versions.tolist() == [version] * 2
+
+
+def test_a_kept_file_that_nothing_proves_is_not_taken_up_and_the_log_says_why(tmp_path: Path) -> None:
+    kept = tmp_path / "last.safetensors"
+    service = fake_service(tmp_path, keep_last=str(kept))
+    with service as client:
+        assert service.pid is not None and service.folder is not None
+        tensors = tensors_of(1.0)
+        ticket = client.weights_begin(MANIFEST)
+        stage(client, ticket.update_id, written(client, tensors))
+        client.weights_commit(ticket.update_id)
+        wait_until(lambda: kept_version(kept) == str(ticket.version))
+        kill_host(service.pid)
+        wait_until(lambda: client.info().health == "needs_weights")
+        said = f"version {ticket.version} is not taken up from {kept}: nothing proves it"
+        assert said in (service.folder / "service.log").read_text()
+        assert push(client, 1.0).version > ticket.version
+        assert client.generate([1], max_new_tokens=2).ids.size == 2
