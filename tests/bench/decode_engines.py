@@ -18,6 +18,7 @@ from areno.commands import DecodeLaunch
 from areno.config import RESERVED_PAGES
 from areno.decode.deltas import DeltaPacker
 from areno.decode.results import ResultRing
+from areno.info import EngineInfo
 from areno.parallel import TPGroup
 from areno.request import MAX_STOP_IDS
 from areno.sampling.slot_content import SlotContent
@@ -108,6 +109,49 @@ class Company:
                 while engine.has_work:
                     engine.step()
                 engine.collect()
+
+
+class OwnRanks:
+    """Engines with ranks of their own, as anybody uses them: each has weights and pages to itself, and rows for every batch."""
+
+    shared_bytes = 0
+    group = TPGroup.single()
+
+    def __init__(self, model: str, *, load_format: str, device: str, max_rows: int, longest: int, tp: int) -> None:
+        self._options: dict[str, Any] = {
+            "model": model,
+            "load_format": load_format,
+            "device": device,
+            "seed": 0,
+            "max_rows": max_rows,
+            "max_model_len": longest,
+            "num_pages": _pages(device, max_rows, longest),
+            "prefix_cache": False,
+            "sampling_slots": max_rows,
+            "tp": tp,
+        }
+        self._engines: dict[str, dict[str, Engine]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        """What an engine says of itself."""
+        return next(iter(self._of_mode("eager").values())).info
+
+    def _of_mode(self, mode: str) -> dict[str, Engine]:
+        if mode not in self._engines:
+            self._engines[mode] = {
+                name: Engine(EngineConfig(**self._options, decode_tables=name, graphs=mode == "graph")) for name in VARIANTS
+            }
+        return self._engines[mode]
+
+    def pair(self, mode: str, batch: int, variant: Variant) -> Pair:
+        """Return two engines of `batch` rows or more, which runs have yet to warm: what one rank did alone the others would wait for."""
+        return Pair(engines=self._of_mode(mode), own_bytes={})
+
+    def close(self) -> None:
+        """End all ranks."""
+        for engine in (one for of_mode in self._engines.values() for one in of_mode.values()):
+            engine.close()
 
 
 def warm(engine: Engine, variant: Variant) -> None:

@@ -11,7 +11,11 @@ a cancelled request's late tokens count for nobody.
     python -m tests.bench.decode_metadata --tiny --json --output FILE            (scripted tokens: equal work)
     python -m tests.bench.decode_metadata --model PATH --greedy                  (the production sampler)
     python -m tests.bench.decode_metadata --tiny --profile resident              (traces of one path in place of the comparison)
-    python -m tests.bench.decode_metadata --tiny --tp 2                          (two ranks side by side, in lock step: see `rank_runs`)
+    python -m tests.bench.decode_metadata --tiny --tp 2                          (several ranks)
+
+With `--tp`, ranks that are called side by side make the comparison in lock step (`rank_runs`), for only they can share memory between
+paths; engines with ranks of their own, one for each path, are timed. Sums of ranks are not of one order in every bucket: free runs of
+these have rows for the largest batch.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import gc
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +36,7 @@ import torch
 
 from areno import Engine, InvalidConfig
 from tests.bench import decode_trace, rank_runs, shapes
-from tests.bench.decode_engines import GREEDY, SCRIPTED, VARIANTS, Company, Pair, graph_ms, step_name
+from tests.bench.decode_engines import GREEDY, SCRIPTED, VARIANTS, Company, OwnRanks, Pair, graph_ms, step_name
 from tests.bench.decode_report import problems, table
 from tests.bench.decode_runs import CONTRACT, Gap, Run, compare, lock_step, recorded, run_plan
 from tests.bench.decode_scenarios import SCENARIOS, Load, Plan, make_plan
@@ -48,21 +53,35 @@ MIN_STEPS = {"cuda": {"graph": 192, "eager": 64}, "cpu": {"eager": 0}}
 CONTEXT = 1024
 MAX_PAIRS = 101
 NARROW = 1.04
+WARM_RUNS = 3
+"""Runs after which engines of their own ranks have compiled and captured what a plan comes to: prompts are, the second time."""
 
 
-def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Company) -> dict[str, Any]:
-    """Run one scenario on both engines and return its figures.
-
-    Timed are at least `pairs` pairs of runs, and more while their interval is wide and `budget_s` not spent.
-    """
-    gc.collect()
+def lock_case(pair: Pair, plan: Plan) -> dict[str, Any]:
+    """Run one scenario on both engines in lock step and return how they differ."""
     locked: dict[str, Run] = {}
     for name, engine in pair.engines.items():
         with lock_step(engine, LAG):
             locked[name] = run_plan(engine, plan, rounds=1)
-    parity = compare(locked["resident"], locked["rebuilt"], plan, lock_step=True)
+    gap = compare(locked["resident"], locked["rebuilt"], plan, lock_step=True)
+    return {
+        "lock_step_ids_differ": gap.ids,
+        "lock_step_reasons_differ": gap.reasons,
+        "lock_step_steps_differ": gap.steps,
+        "lock_step_max_logprob_diff": gap.largest,
+    }
+
+
+def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Company | OwnRanks) -> dict[str, Any]:
+    """Run one scenario freely on both engines and return its figures.
+
+    Timed are at least `pairs` pairs of runs, and more while their interval is wide and `budget_s` not spent.
+    """
+    gc.collect()
     steps: dict[str, str] = {}
     for name, engine in pair.engines.items():
+        for _ in range(WARM_RUNS if isinstance(company, OwnRanks) else 0):
+            run_plan(engine, plan, rounds=1)
         with recorded(engine) as launches:
             run_plan(engine, plan, rounds=1)
         steps[name] = step_name(engine, launches)
@@ -81,19 +100,15 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Co
         number += 1
     free = [compare(resident, rebuilt, plan, lock_step=False) for resident, rebuilt in zip(runs["resident"], runs["rebuilt"])]
     return {
-        **_parity(parity, free),
+        **_parity(free),
         **_speed(runs, plan),
         **{f"{name}_step": step for name, step in steps.items()},
         **_memory(pair, runs, company.shared_bytes),
     }
 
 
-def _parity(locked: Gap, free: Sequence[Gap]) -> dict[str, Any]:
+def _parity(free: Sequence[Gap]) -> dict[str, Any]:
     return {
-        "lock_step_ids_differ": locked.ids,
-        "lock_step_reasons_differ": locked.reasons,
-        "lock_step_steps_differ": locked.steps,
-        "lock_step_max_logprob_diff": locked.largest,
         "free_ids_differ": max(gap.ids for gap in free),
         "free_reasons_differ": max(gap.reasons for gap in free),
         "free_max_logprob_diff": max(gap.largest for gap in free),
@@ -173,6 +188,7 @@ def parse(arguments_given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="pairs of timed runs of each case, at least")
     parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for further pairs of a case whose interval is wide")
     rank_runs.add_options(parser)
+    parser.add_argument("--locked-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", choices=VARIANTS, help="record each case of this path with torch.profiler; traces lie beside --output")
     parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths, taken in turn")
@@ -208,20 +224,25 @@ def _require(ok: bool, name: str, value: object, limit: str, remedy: str) -> Non
         raise InvalidConfig(f"{name}={value!r} is not allowed", field=name, value=value, limit=limit, remedy=remedy)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the matrix; keep the file up to date after every case; return the result."""
+def measure(options: argparse.Namespace, locked: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Run the matrix; keep the file up to date after every case; return the result.
+
+    `locked` is what ranks side by side found in lock step, case by case; engines of their own ranks are timed then.
+    """
     model = shapes.write("qwen3-tiny") if options.tiny else options.model
     rounds = {mode: max(-(-steps // options.tokens), 1) for mode, steps in MIN_STEPS[options.kind].items()}
     sizes = {"prompts": options.prompts, "tokens": options.tokens, "greedy": options.greedy}
     longest = Load(batch=1, vocab=1 << 16, **sizes).longest
-    company = Company(
-        model,
-        load_format="dummy" if options.tiny else "auto",
-        device=options.device,
-        max_rows=max(options.batches),
-        longest=max(CONTEXT, longest) if options.kind == "cuda" else longest,
-        prompts=options.prompts,
-        group=rank_runs.join(options, options.kind),
+    sized: dict[str, Any] = {
+        "load_format": "dummy" if options.tiny else "auto",
+        "device": options.device,
+        "max_rows": max(options.batches),
+        "longest": max(CONTEXT, longest) if options.kind == "cuda" else longest,
+    }
+    company = (
+        Company(model, **sized, prompts=options.prompts, group=rank_runs.join(options, options.kind))
+        if locked is None
+        else OwnRanks(model, **sized, tp=options.tp)
     )
     info, rows = company.info, []
     config = {
@@ -248,33 +269,44 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 if options.profile:
                     rows.append({**case, **profile_case(pair.engines[options.profile], plan, case, options)})
                 else:
-                    rows.append(
-                        {
-                            **case,
-                            **run_case(pair, plan, pairs=options.repeats, budget_s=options.budget_s, company=company),
-                        }
-                    )
-                    if mode == "graph" and scenario == "steady":
+                    rows.append(case | (lock_case(pair, plan) if locked is None else locked[len(rows)]))
+                    if not options.locked_only:
+                        rows[-1] |= run_case(pair, plan, pairs=options.repeats, budget_s=options.budget_s, company=company)
+                    if mode == "graph" and scenario == "steady" and options.tp == 1:
                         rows[-1] |= _delay(pair, rows[-1], load)
                 keep(compose("decode_metadata", config, rows), options.output)
                 progress = decode_trace.table(rows[-1:]) if options.profile else table(rows[-1:], heading=len(rows) == 1)
-                if not options.rank:
+                if not options.locked_only:
                     print(progress, file=sys.stderr, flush=True)
+    if isinstance(company, OwnRanks):
+        company.close()
     return compose("decode_metadata", config, rows)
+
+
+def lock_ranks(given: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare both paths in lock step by ranks side by side; return what they found, case by case. Raises: SystemExit."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "locked.json"
+        status = rank_runs.start("tests.bench.decode_metadata", [*given, "--locked-only", "--output", str(found)], options.tp)
+        if status:
+            raise SystemExit(status)
+        return [
+            {name: value for name, value in row.items() if name.startswith("lock_step")} for row in json.loads(found.read_text())["rows"]
+        ]
 
 
 def main(arguments_given: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, write; exit with what is wrong where the paths differ, or with --check where a promise is missed."""
     options = parse(arguments_given)
     settle(options)
-    if options.tp > 1 and options.rank is None:
-        raise SystemExit(rank_runs.start("tests.bench.decode_metadata", arguments_given or sys.argv[1:], options.tp))
-    result = measure(options)
+    several = options.tp > 1 and options.rank is None
+    result = measure(options, lock_ranks(arguments_given or sys.argv[1:], options) if several else None)
+    if options.locked_only:
+        return result
     if not options.json:
         print(decode_trace.table(result["rows"]) if options.profile else table(result["rows"], heading=True))
     print(json.dumps(result))
-    if options.profile or options.rank:
-        # What is wrong the first rank tells.
+    if options.profile:
         return result
     wrong = problems(result["rows"], CONTRACT[result["config"]["dtype"]], promises=options.check)
     if wrong:
