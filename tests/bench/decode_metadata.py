@@ -14,8 +14,7 @@ a cancelled request's late tokens count for nobody.
     python -m tests.bench.decode_metadata --tiny --tp 2                          (several ranks)
 
 With `--tp`, ranks that are called side by side make the comparison in lock step (`rank_runs`), for only they can share memory between
-paths; engines with ranks of their own, one for each path, are timed. Sums of ranks are not of one order in every bucket: free runs of
-these have rows for the largest batch.
+paths; timed are two engines with ranks of their own, as anybody uses them, each with rows for the largest batch.
 """
 
 from __future__ import annotations
