@@ -28,6 +28,7 @@ from areno.ranks.share import canaries_entry
 from areno.scheduler import Scheduler
 from areno.score import scorable_ids
 from areno.weights.canary import Canary
+from areno.weights.manifest import mismatch
 from areno.weights.names import ParameterTable, TensorSpec
 from areno.weights.report import UpdateReport
 from areno.weights.slices import DeviceRun, OpenSlice, Slice
@@ -90,8 +91,12 @@ class Updates:
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """As `Engine.stage`."""
-        with device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
-            self._open_update().stage(name, tensor)
+        update = self._open_update()
+        if not isinstance(tensor, torch.Tensor):
+            raise mismatch(f"tensor {name} is a {type(tensor).__name__}", name, "stage torch tensors")
+        # What ends it between rank 0's part and the others' leaves them with different sets.
+        with self._ranks.together(), device_errors(f"while tensor {name} was staged", out_of_memory=_no_room("stage", name)):
+            update.stage(name, tensor)
             self._ranks.stage(name, tensor, start=0, shape=tuple(tensor.shape), whole=True)
 
     def open_slice(self, name: str, *, start: int, count: int, spec: TensorSpec) -> OpenSlice | None:
@@ -122,6 +127,7 @@ class Updates:
             if self._ranks.size == 1:
                 update.stage_slices(slices)
                 return
+        with self._ranks.together(), device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
             for one in slices:
                 if isinstance(one.values, DeviceRun):
                     update.stage_slices([one])

@@ -120,6 +120,8 @@ def serve(
     hint_share: serve_options.HintShare = None,
     result_transport: serve_options.ResultTransport = None,
     weight_staging: serve_options.WeightStaging = None,
+    canary_tolerance: serve_options.CanaryTolerance = None,
+    canary_mean_tolerance: serve_options.CanaryMeanTolerance = None,
     graphs: serve_options.Graphs = None,
     load_format: serve_options.LoadFormat = None,
     kept_ids: serve_options.KeptIds = None,

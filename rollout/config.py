@@ -46,6 +46,8 @@ ENGINE_OPTIONS = (
     "gpu_memory_fraction",
     "result_transport",
     "weight_staging",
+    "canary_tolerance",
+    "canary_mean_tolerance",
     "seed",
     "tp",
     "rank_timeout_s",
@@ -116,6 +118,8 @@ class ServiceConfig:
     gpu_memory_fraction: float | None = None
     result_transport: str | None = None
     weight_staging: str | None = None
+    canary_tolerance: float | None = None
+    canary_mean_tolerance: float | None = None
     seed: int | None = None
     tp: int | None = None
     rank_timeout_s: float | None = None

@@ -66,6 +66,16 @@ WeightStaging = Annotated[
         show_default=option_default("weight_staging"),
     ),
 ]
+CanaryTolerance = Annotated[
+    float | None,
+    typer.Option(
+        help="Most that a canary's log-probability may be off the trainer's, in nats.", show_default="0.001 in float32, 0.2 in bfloat16"
+    ),
+]
+CanaryMeanTolerance = Annotated[
+    float | None,
+    typer.Option(help="Most that canaries may be off on average, in nats.", show_default="0.001 in float32, 0.02 in bfloat16"),
+]
 Graphs = Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps on CUDA.", show_default="on")]
 LoadFormat = Annotated[str | None, typer.Option(help="auto, or dummy for random weights.", show_default=option_default("load_format"))]
 KeptIds = Annotated[bool | None, typer.Option("--kept-ids", help="Let requests ask for the ids that their filters kept.")]

@@ -95,7 +95,7 @@ class StagedSet:
             raise mismatch(
                 f"{len(missing)} of {len(needed)} tensors never came: {list_names(missing)}",
                 sorted(missing),
-                "stage every tensor, then commit",
+                "begin again, stage every tensor, then commit",
             )
         if not self.sources:
             raise mismatch("no tensor was staged", [], "stage the tensors before the commit, or abort")

@@ -106,14 +106,17 @@ class WeightUpdate:
         assert self.state is not UpdateState.SWAPPED, f"tensor {name} came after the swap; stage before commit"
         tensor = tensor.detach()
         canonical = check_offer(self._table, self._manifest, name, TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)))
-        self.state = UpdateState.OPEN
-        self._slices.forget(canonical)
         if canonical in self._table.tied:
-            # Not stored: its digest is compared with its twin's when everything is in.
+            # Not stored: its digest is compared with its twin's when everything is in. What is refused here other ranks never hear of,
+            # so what came before it stays.
             cast = tensor.to(self._table.dtype)
             _check_finite(name, cast, self._table.dtype)
+            self.state = UpdateState.OPEN
+            self._slices.forget(canonical)
             self._received.tied[canonical] = digest(cast)
             return
+        self.state = UpdateState.OPEN
+        self._slices.forget(canonical)
         target, shard = self._staged.views[canonical], self._table.shards.get(canonical)
         part = tensor if shard is None else shard.take(tensor)
         earlier = self._received.sources.get(canonical, name)
@@ -218,16 +221,17 @@ class WeightUpdate:
         earlier = self._received.sources.get(canonical, name)
         if earlier != name:
             raise mismatch(f"tensor {canonical} was offered twice, as {earlier} and as {name}", name, "send each tensor under one name")
-        self._take_back(canonical)
-        if self._stream is not None:
-            self._stream.forget(canonical)
-        self._received.tied.pop(canonical, None)
         if canonical in self._table.tied:
+            # Looked at before anything is forgotten: what is refused here other ranks never hear of.
             cast = values.to(self._table.dtype)
             _check_finite(name, cast, self._table.dtype)
+            self._received.tied.pop(canonical, None)
             if self._slices.add(canonical, start, count, StagedFacts(digest_slice(cast, start), True, False), size=size):
                 self._received.tied[canonical] = self._slices.facts(canonical).digest
             return
+        self._take_back(canonical)
+        if self._stream is not None:
+            self._stream.forget(canonical)
         shard = self._table.shards.get(canonical)
         facts = self._stage_run(canonical, shard, values, start, complete)
         if facts is not None and not facts.finite and shard is None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from areno import Canary, Engine, EngineConfig, EngineFailure
-from areno.errors import DigestMismatch
+from areno.errors import DigestMismatch, ManifestMismatch
 from areno.ranks.peers import Peers, PeersPlan
 from areno.weights.digest import digest
 from areno.weights.slices import Slice
@@ -113,6 +113,56 @@ def test_weights_that_are_broadcast_are_proven_and_sleep_gives_them_back_bit_for
         engine.wake()
     engine.submit(request(99, PROMPT, max_new_tokens=400, ignore_eos=True))
     lose(engine, peers.pids[1], signal.SIGSTOP, engine.step)
+
+
+@pytest.mark.timeout(60)
+def test_what_rank_0_refuses_of_a_tied_tensor_changes_the_update_nowhere(folder: Path) -> None:
+    engine, _ = cut(folder)
+    tensors = checkpoint_tensors(folder)
+    before = generate(engine, PROMPT, max_new_tokens=5, temperature=0.0).ids
+    norm, head = "model.norm.weight", "lm_head.weight"
+    sent = {norm: tensors[norm] * 1.0, head: tensors["model.embed_tokens.weight"]}
+    manifest = manifest_of(sent)
+    engine.begin_update(manifest, version=1, partial=True)
+    for name, tensor in sent.items():
+        engine.stage(name, tensor)
+    broken = sent[head] * float("nan")
+    with pytest.raises(ManifestMismatch, match="NaN"):
+        engine.stage_slices([Slice(head, broken.reshape(-1), 0, manifest[head])])
+    with pytest.raises(ManifestMismatch, match="NaN"):
+        engine.stage(head, broken)
+    with pytest.raises(ManifestMismatch, match="is a NoneType"):
+        engine.stage(norm, None)  # type: ignore[arg-type]
+    assert engine.commit_update(digests={name: digest(tensor) for name, tensor in sent.items()}).version == 1
+    assert generate(engine, PROMPT, max_new_tokens=5, temperature=0.0).ids == before
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_an_interrupt_between_the_parts_of_a_staged_tensor_ends_all_ranks_at_once(
+    folder: Path, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, peers = cut(folder)
+    tensors = checkpoint_tensors(folder)
+    engine.begin_update(None, version=1)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers, "stage", interrupt)
+    name, tensor = next(iter(tensors.items()))
+    with pytest.raises(KeyboardInterrupt):
+        if sliced:
+            engine.stage_slices([Slice(name, tensor.reshape(-1), 0, manifest_of(tensors)[name])])
+        else:
+            engine.stage(name, tensor)
+    started = time.monotonic()
+    with pytest.raises(EngineFailure):
+        engine.commit_update()
+    assert time.monotonic() - started < TIMEOUT_S + 8.0
+    engine.close()
+    assert not any(psutil.pid_exists(pid) for pid in peers.pids.values())
 
 
 def _decode(engine: Engine) -> Callable[[], object]:

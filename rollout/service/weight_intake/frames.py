@@ -21,8 +21,12 @@ class FramesSource:
     slice_bytes, stays, own = HOST_SLICE_BYTES, False, False
 
     def __init__(self, body: WeightsStageBucket, content: np.ndarray | None, bounce: HostBounce) -> None:
-        if content is None or content.nbytes != body.size:
-            raise refused(body.bucket, f"{0 if content is None else content.nbytes} bytes came", f"{body.size} were announced")
+        if content is None:
+            raise refused(
+                body.bucket, "it has no content", "its bytes come with the message", "send them as the array content, empty or not"
+            )
+        if content.nbytes != body.size:
+            raise refused(body.bucket, f"{content.nbytes} bytes came", f"{body.size} were announced")
         if body.xxh3 is None:
             raise refused(body.bucket, "it has no XXH3", "bytes in a message need one", "send the XXH3-64 of the bucket's bytes")
         self._bucket, self._content, self._xxh3, self._bounce = body.bucket, content, body.xxh3, bounce

@@ -37,13 +37,16 @@ READ_BYTES = 2**20
 FileKey = tuple[int, int]
 
 
-def _unavailable(segment: str, why: str) -> TransportUnavailable:
+ONE_MACHINE = "run trainer and service on one machine, as one user and with one /dev/shm, or choose another transport"
+
+
+def _unavailable(segment: str, why: str, remedy: str = ONE_MACHINE) -> TransportUnavailable:
     return TransportUnavailable(
         f"shared memory segment {segment} cannot be read here",
         field="segment",
         value=segment,
         limit=why,
-        remedy="run trainer and service on one machine, as one user and with one /dev/shm, or choose another transport",
+        remedy=remedy,
     )
 
 
@@ -85,7 +88,7 @@ def _open_memfd(handle: MemfdHandle, access: int) -> int:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if not seals & fcntl.F_SEAL_SHRINK:
         os.close(fd)
-        raise _unavailable(name, "it is not sealed against shrinking")
+        raise _unavailable(name, "it is not sealed against shrinking", "seal it with F_SEAL_SHRINK before it is announced")
     return fd
 
 
