@@ -18,7 +18,7 @@ import triton.language as tl
 from areno.kernels.filters import BLOCK, WARPS, FilterWorkspace, largest_reaching, pack_scores, tile_scores
 from areno.kernels.reduce import Draw, finite
 from areno.kernels.rows import row_pointers
-from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, slot_pointers
+from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_row, lane_runs, lane_slot, lane_stops, slot_pointers
 from areno.sampling.kept import MAX_KEPT
 
 RECORD = MAX_KEPT + 1
@@ -49,16 +49,9 @@ def _candidates_kernel(
     BLOCK: tl.constexpr,
 ):
     lane = tl.program_id(0)
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
-    source = lane
-    if logit_rows is not None:
-        source = tl.load(logit_rows + lane)
-    if running is not None:
-        runs = tl.load(running + lane) != 0
-    else:
-        runs = tl.load(rows.alive + row) != 0
+    row = lane_row(lane_rows, lane)
+    source = lane_row(logit_rows, lane)
+    runs = lane_runs(rows, running, lane, row)
     filtered = lane_filters(rows, num_rows, row)[3]
     base = logits + source.to(tl.int64) * stride
     listed += lane.to(tl.int64) * listed_stride
@@ -116,9 +109,7 @@ def _candidates_kernel(
 @triton.jit(do_not_specialize=["num_rows", "lanes"])
 def _threshold_kernel(records, thresholds, rows, lane_rows, num_rows, lanes, RANKS: tl.constexpr, ALL: tl.constexpr):
     lane = tl.program_id(0)
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
+    row = lane_row(lane_rows, lane)
     top_k, top_p, min_p, filtered = lane_filters(rows, num_rows, row)
     # One element for each rank's each score; `weights` is how many ids it stands for.
     number = tl.arange(0, ALL)

@@ -19,7 +19,17 @@ import triton.language as tl
 
 from areno.kernels.reduce import COLUMNS_PER_WARP, Draw, exp_sum, finite
 from areno.kernels.rows import row_pointers
-from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers
+from areno.kernels.shaping import (
+    LOG2E,
+    lane_divisor,
+    lane_filters,
+    lane_row,
+    lane_runs,
+    lane_slot,
+    lane_stops,
+    shaped_scores,
+    slot_pointers,
+)
 from areno.sampling.kept import MAX_KEPT
 
 BLOCK, WARPS = 4096, 16
@@ -191,16 +201,9 @@ def _filter_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
-    source = lane
-    if logit_rows is not None:
-        source = tl.load(logit_rows + lane)
-    if running is not None:
-        runs = tl.load(running + lane) != 0
-    else:
-        runs = tl.load(rows.alive + row) != 0
+    row = lane_row(lane_rows, lane)
+    source = lane_row(logit_rows, lane)
+    runs = lane_runs(rows, running, lane, row)
     top_k, top_p, min_p, filtered = lane_filters(rows, num_rows, row)
     base = logits + source.to(tl.int64) * stride
     listed += lane.to(tl.int64) * listed_stride

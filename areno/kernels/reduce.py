@@ -19,7 +19,17 @@ import triton.language as tl
 from areno.decode.row_state import RowState
 from areno.kernels.noise import gumbel, hashes, lane_key
 from areno.kernels.rows import LENGTH, row_pointers
-from areno.kernels.shaping import LOG2E, lane_divisor, lane_filters, lane_slot, lane_stops, shaped_scores, slot_pointers
+from areno.kernels.shaping import (
+    LOG2E,
+    lane_divisor,
+    lane_filters,
+    lane_row,
+    lane_runs,
+    lane_slot,
+    lane_stops,
+    shaped_scores,
+    slot_pointers,
+)
 from areno.sampling.penalties import SlotTables
 from areno.sampling.shards import VocabularyShard
 from areno.sampling.variant import Variant
@@ -164,16 +174,9 @@ def _reduce_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
-    source = lane
-    if logit_rows is not None:
-        source = tl.load(logit_rows + lane)
-    if running is not None:
-        runs = tl.load(running + lane) != 0
-    else:
-        runs = tl.load(rows.alive + row) != 0
+    row = lane_row(lane_rows, lane)
+    source = lane_row(logit_rows, lane)
+    runs = lane_runs(rows, running, lane, row)
     base = logits + source.to(tl.int64) * stride
     divisor, greedy = lane_divisor(rows, num_rows, row)
     low, high = lane_key(tl.load(rows.seed + row), tl.load(rows.ints + LENGTH * num_rows + row) + 1)

@@ -40,7 +40,7 @@ from areno.kernels.reduce import (
     reduce_logits,
 )
 from areno.kernels.rows import GENERATION, LAST_TOKEN, LENGTH, REMAINING, STOP_WAIT, row_pointers
-from areno.kernels.shaping import lane_divisor, lane_filters, lane_slot, lane_stops, slot_pointers
+from areno.kernels.shaping import lane_divisor, lane_filters, lane_row, lane_runs, lane_slot, lane_stops, slot_pointers
 from areno.sampling.shards import VocabularyShard, gather_scores
 
 RECORD_WORDS = tl.constexpr(6)
@@ -107,13 +107,8 @@ def _finish_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
-    if running is not None:
-        runs = tl.load(running + lane) != 0
-    else:
-        runs = tl.load(rows.alive + row) != 0
+    row = lane_row(lane_rows, lane)
+    runs = lane_runs(rows, running, lane, row)
     # Everything that no other load must precede comes first: this kernel is as long as its chain of loads.
     remaining = tl.load(rows.ints + REMAINING * num_rows + row)
     stop_wait = tl.load(rows.ints + STOP_WAIT * num_rows + row)
@@ -277,9 +272,7 @@ def _pack_kernel(
 ):
     SHAPES: tl.constexpr = STOP_MASK or SLOTS or FILTERS or MASKS_IDS
     lane = tl.program_id(0)
-    row = lane
-    if lane_rows is not None:
-        row = tl.load(lane_rows + lane)
+    row = lane_row(lane_rows, lane)
     split = tl.arange(0, BLOCK)
     inside = split < splits
     place = partials + lane * FIELDS * splits + split

@@ -43,6 +43,25 @@ def slot_pointers(tables: SlotTables) -> SlotPointers:
 
 
 @triton.jit
+def lane_row(rows_of_lanes, lane):
+    """Return the row of a lane, of the tables or of the logits: lanes of a decode step are rows, those of prefills are told."""
+    row = lane
+    if rows_of_lanes is not None:
+        row = tl.load(rows_of_lanes + lane)
+    return row
+
+
+@triton.jit
+def lane_runs(rows, running, lane, row):
+    """Return whether a lane draws: what the step found where there was one, else whether its row is alive."""
+    if running is not None:
+        runs = tl.load(running + lane) != 0
+    else:
+        runs = tl.load(rows.alive + row) != 0
+    return runs
+
+
+@triton.jit
 def lane_divisor(rows, num_rows, row):
     """Return a lane's temperature, 1 where it is greedy, and whether it is greedy."""
     temperature = tl.load(rows.floats + TEMPERATURE * num_rows + row)

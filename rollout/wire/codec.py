@@ -100,6 +100,8 @@ def _has_text_keys(value: dict[object, object] | list[object]) -> bool:
         if not all(isinstance(key, str) for one in level if isinstance(one, dict) for key in one):
             return False
         level = _nested_in(level)
+        if not level:
+            break
     return True
 
 
