@@ -309,7 +309,8 @@ class Front:
         goodbye = encode(Op.ERROR, NO_REQUEST, error_fields(stopped))
         for session in self._sessions.all():
             self._outbound.flush(session, goodbye)
-        self._link.stop(HOST_GRACE_S)
+        # One that still loads has nothing to finish, and would hold up everybody who asks meanwhile.
+        self._link.stop(HOST_GRACE_S if self._admission.ready else 0.0)
         if self._exporter is not None:
             self._exporter.close()
         self._sockets.close()

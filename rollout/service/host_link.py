@@ -203,7 +203,7 @@ class HostLink:
                 path.unlink()
 
     def stop(self, grace_s: float) -> None:
-        """End the host: ask, wait, then kill. Blocks: at most the grace and a little."""
+        """End the host: ask, wait, then kill; without a grace, kill. Blocks: at most the grace and a little."""
         if self._process is None:
             return
         self.send(Op.SHUTDOWN, {})
@@ -214,7 +214,8 @@ class HostLink:
             self.send_queued()
             select.select([self._exit_fd], [], [], 0.05)
         if self._process.poll() is None:
-            log.warning("engine host %d did not end within %.1f s and is killed", self._process.pid, grace_s)
+            if grace_s:
+                log.warning("engine host %d did not end within %.1f s and is killed", self._process.pid, grace_s)
             self._process.kill()
             self._process.wait()
         self.clear()

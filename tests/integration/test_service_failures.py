@@ -120,6 +120,34 @@ def test_hosts_that_die_while_they_load_are_started_ever_later_and_then_given_up
         assert stats["received"] == stats["refused"] + stats["accepted"] == 3
 
 
+def test_a_service_whose_engine_loads_stops_at_once_and_says_so(tmp_path: Path) -> None:
+    config = ServiceConfig(
+        model=str(tmp_path), state_dir=str(tmp_path / "s"), engine="tests.fakes:FakeEngine", engine_options={"load_s": 60.0}
+    )
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json())
+    front = subprocess.Popen([sys.executable, "-m", "rollout.service.front", "--config", str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: bool(StateFolder(tmp_path / "s").running()) if (tmp_path / "s" / "services").is_dir() else False)
+        with rollout.connect(config.state.find().address) as client, ThreadPoolExecutor(1) as pool:
+            wait_until(lambda: client.info().health == "loading", 20.0)
+            waiting = pool.submit(client.generate, [1], max_new_tokens=3)
+            [host] = psutil.Process(front.pid).children()
+            wait_until(lambda: client.stats()["waiting_for_host_or_version"] == 1)
+            started = time.monotonic()
+            for _ in range(2):
+                front.terminate()
+                time.sleep(0.1)
+            assert front.wait(10) == 0 and time.monotonic() - started < 3.0
+            assert waiting.result(5).finish_reason.kind == "cancelled"
+        assert not host.is_running()
+    finally:
+        front.kill()
+        front.wait(10)
+        assert front.stdout is not None
+        front.stdout.close()
+
+
 def test_requests_that_come_while_the_engine_loads_wait_for_it(tmp_path: Path) -> None:
     config = ServiceConfig(
         model=str(tmp_path), state_dir=str(tmp_path / "s"), engine="tests.fakes:FakeEngine", engine_options={"load_s": 1.0}
