@@ -162,8 +162,7 @@ def packs_weights(model: ModelConfig, size: int = 1) -> bool:
     return 3 * 4 * size * _sketch(shard_model(model, 0, size)).table.num_local_parameters <= psutil.virtual_memory().available // 2
 
 
-WARM = Variant(noise=True, sums=True)
-"""The steps that most engines begin with."""
+_WARM = Variant(noise=True, sums=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +186,16 @@ class Rank:
 
     def warm_up(self, buckets: tuple[int, ...]) -> None:
         """Compile and capture what the first steps and the first update of weights would wait for."""
-        self.path.warm_up(buckets, WARM)
+        self.capture(buckets)
         table = self.model.table
         if table.device.type == "cuda":
             from areno.kernels import weights
 
             weights.warm_up(table.dtype, table.device, cut=bool(table.shards))
+
+    def capture(self, buckets: tuple[int, ...]) -> None:
+        """Compile and capture the steps that most engines begin with."""
+        self.path.warm_up(buckets, _WARM)
 
     def release_kv(self) -> None:
         """Give the memory of keys and values back, and drop what was captured over it and what waits to be swapped."""

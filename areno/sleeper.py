@@ -12,7 +12,7 @@ import torch
 
 from areno.device_errors import device_errors
 from areno.errors import Asleep, InvalidRequest
-from areno.rank import WARM, Rank
+from areno.rank import Rank
 from areno.ranks import operations as ops
 from areno.ranks.ranks import Ranks
 from areno.scheduler import Scheduler
@@ -111,4 +111,4 @@ class Sleeper:
                 raise
             self.level = None
             self._ranks.tell(ops.WarmUp())
-            self._rank.path.warm_up(self._buckets, WARM)
+            self._rank.capture(self._buckets)

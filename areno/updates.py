@@ -123,11 +123,10 @@ class Updates:
     def stage_slices(self, slices: Sequence[Slice]) -> None:
         """As `Engine.stage_slices`."""
         update = self._open_update()
-        with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+        with self._ranks.together(), device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
             if self._ranks.size == 1:
                 update.stage_slices(slices)
                 return
-        with self._ranks.together(), device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
             for one in slices:
                 if isinstance(one.values, DeviceRun):
                     update.stage_slices([one])

@@ -23,6 +23,11 @@ def whole_bytes(num_bytes: int, device: torch.device) -> int:
     return -(-num_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
+def take_again(tensor: torch.Tensor) -> None:
+    """Take memory for a tensor whose storage gave it up, as much as before. Mutates: the storage, whose content is anything."""
+    tensor.untyped_storage().resize_(whole_bytes(tensor.nbytes, tensor.device))
+
+
 def full_segment(shape: Sequence[int], value: float, *, dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
     """Return a contiguous tensor filled with `value`, in storage of `whole_bytes`."""
     elements = math.prod(shape)

@@ -11,7 +11,7 @@ import torch
 
 from areno.config import SINK_PAGE, ZERO_PAGE
 from areno.uploads import upload
-from areno.whole_segments import full_segment, whole_bytes
+from areno.whole_segments import full_segment, take_again
 
 
 def independent_copies(sources: np.ndarray, targets: np.ndarray) -> list[slice]:
@@ -76,7 +76,7 @@ class KVStore:
             torch.cuda.empty_cache()
         with torch.inference_mode(False):
             for tensor in (self.keys, self.values):
-                tensor.untyped_storage().resize_(whole_bytes(tensor.nbytes, tensor.device))
+                take_again(tensor)
                 tensor.zero_()
 
     @property

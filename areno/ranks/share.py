@@ -21,7 +21,7 @@ from areno.device_imports import DeviceImports, ImportedMemory
 from areno.errors import ArenoError, Asleep, EngineFailure, WeightUpdateError
 from areno.models.model_config import ModelConfig
 from areno.parallel import TPGroup
-from areno.rank import WARM, Rank, build_rank, fill_randomly
+from areno.rank import Rank, build_rank, fill_randomly
 from areno.ranks import operations as ops
 from areno.ranks.answers import Answer
 from areno.ranks.segment import BROADCAST, LogSegment
@@ -238,7 +238,7 @@ class Share:
 
     def _warm_up(self, entry: ops.WarmUp) -> None:
         with torch.inference_mode():
-            self._own.rank.path.warm_up(self._own.resolved.buckets, WARM)
+            self._own.rank.capture(self._own.resolved.buckets)
 
 
 class _Built:

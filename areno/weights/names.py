@@ -21,7 +21,7 @@ import torch
 
 from areno.weights.derived import DerivedCopy, Make
 from areno.weights.shards import TensorShard
-from areno.whole_segments import full_segment, whole_bytes
+from areno.whole_segments import full_segment, take_again
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _SHOWN_NAMES = 20
@@ -241,7 +241,7 @@ class ParameterTable:
         with torch.inference_mode(False):
             try:
                 for storage in self.live.values():
-                    storage.untyped_storage().resize_(whole_bytes(storage.nbytes, storage.device))
+                    take_again(storage)
             except BaseException:
                 # All or nothing: what was taken is somebody else's until there is enough.
                 for storage in self.live.values():

@@ -13,6 +13,7 @@ handle names bytes that the engine host can check before it takes them.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -65,8 +66,9 @@ class TensorPieces(Message):
             raise ValueError(f"columns of one length, not of {lengths}")
         return self
 
+    @cached_property
     def rows(self) -> list[TensorPiece]:
-        """Return the pieces one by one."""
+        """The pieces one by one."""
         places = [0] * len(self.names) if self.places is None else self.places
         return list(map(TensorPiece, self.names, self.dtypes, self.shapes, self.starts, self.counts, self.offsets, places))
 

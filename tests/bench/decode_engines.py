@@ -42,6 +42,8 @@ class Pair:
 class Company:
     """Engines over one model. `shared_bytes` is the device memory of weights, pages and buffers that all of them use."""
 
+    warm_runs = 0
+
     def __init__(
         self,
         model: str,
@@ -55,18 +57,7 @@ class Company:
     ) -> None:
         self._prompts, self.group = prompts, group or TPGroup.single()
         before = _allocated()
-        config = EngineConfig(
-            model=model,
-            load_format=load_format,
-            device=device,
-            seed=0,
-            max_rows=max_rows,
-            max_model_len=longest,
-            num_pages=_pages(device, max_rows, longest),
-            prefix_cache=False,
-            sampling_slots=0,
-            graphs=False,
-        )
+        config = EngineConfig(**_options(model, load_format, device, max_rows, longest), sampling_slots=0, graphs=False)
         self._owner = self._in_step(Engine(config, ranks=ranks_of(self.group)))
         self.info = self._owner.info
         self.on_card = self.info.device != "cpu"
@@ -90,6 +81,9 @@ class Company:
             warm(engines[name], variant)
             own[name] = _allocated() - before
         return Pair(engines=engines, own_bytes=own)
+
+    def close(self) -> None:
+        """Nothing to end: the engines have no ranks of their own."""
 
     def _in_step(self, engine: Engine) -> Engine:
         """Let results of an engine that is one of several ranks come alike on all of them."""
@@ -115,21 +109,12 @@ class OwnRanks:
     """Engines with ranks of their own, as anybody uses them: each has weights and pages to itself, and rows for every batch."""
 
     shared_bytes = 0
+    # After these they have compiled and captured what a plan comes to: prompts are captured the second time.
+    warm_runs = 3
     group = TPGroup.single()
 
     def __init__(self, model: str, *, load_format: str, device: str, max_rows: int, longest: int, tp: int) -> None:
-        self._options: dict[str, Any] = {
-            "model": model,
-            "load_format": load_format,
-            "device": device,
-            "seed": 0,
-            "max_rows": max_rows,
-            "max_model_len": longest,
-            "num_pages": _pages(device, max_rows, longest),
-            "prefix_cache": False,
-            "sampling_slots": max_rows,
-            "tp": tp,
-        }
+        self._options = {**_options(model, load_format, device, max_rows, longest), "sampling_slots": max_rows, "tp": tp}
         self._engines: dict[str, dict[str, Engine]] = {}
 
     @property
@@ -253,6 +238,13 @@ def _forced(count: int) -> SlotContent:
         prompt_ids=nothing,
         output_ids=nothing,
     )
+
+
+def _options(model: str, load_format: str, device: str, max_rows: int, longest: int) -> dict[str, Any]:
+    """Return what engines of either kind are made with."""
+    pages = _pages(device, max_rows, longest)
+    sizes = {"max_rows": max_rows, "max_model_len": longest, "num_pages": pages}
+    return {"model": model, "load_format": load_format, "device": device, "seed": 0, "prefix_cache": False, **sizes}
 
 
 def _pages(device: str, max_rows: int, longest: int) -> int:

@@ -52,8 +52,6 @@ MIN_STEPS = {"cuda": {"graph": 192, "eager": 64}, "cpu": {"eager": 0}}
 CONTEXT = 1024
 MAX_PAIRS = 101
 NARROW = 1.04
-WARM_RUNS = 3
-"""Runs after which engines of their own ranks have compiled and captured what a plan comes to: prompts are, the second time."""
 
 
 def lock_case(pair: Pair, plan: Plan) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def run_case(pair: Pair, plan: Plan, *, pairs: int, budget_s: float, company: Co
     gc.collect()
     steps: dict[str, str] = {}
     for name, engine in pair.engines.items():
-        for _ in range(WARM_RUNS if isinstance(company, OwnRanks) else 0):
+        for _ in range(company.warm_runs):
             run_plan(engine, plan, rounds=1)
         with recorded(engine) as launches:
             run_plan(engine, plan, rounds=1)
@@ -277,8 +275,7 @@ def measure(options: argparse.Namespace, locked: Sequence[dict[str, Any]] | None
                 progress = decode_trace.table(rows[-1:]) if options.profile else table(rows[-1:], heading=len(rows) == 1)
                 if not options.locked_only:
                     print(progress, file=sys.stderr, flush=True)
-    if isinstance(company, OwnRanks):
-        company.close()
+    company.close()
     return compose("decode_metadata", config, rows)
 
 

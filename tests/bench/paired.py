@@ -16,8 +16,7 @@ CONFIDENCE = 0.95
 
 def middle_of_averages(differences: Sequence[float]) -> float:
     """Return the Hodges-Lehmann estimate of differences, in their unit."""
-    values = np.asarray(differences, dtype=np.float64)
-    return float(np.median(np.add.outer(values, values)[np.triu_indices(values.size)] / 2))
+    return float(np.median(_averages(np.asarray(differences, dtype=np.float64))))
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
@@ -26,11 +25,16 @@ def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None
     Fewer than six pairs have no such interval: None.
     """
     logs = np.log(np.asarray(ratios, dtype=np.float64))
-    averages = np.sort(np.add.outer(logs, logs)[np.triu_indices(logs.size)] / 2)
+    averages = np.sort(_averages(logs))
     middle, left_out = math.exp(float(np.median(averages))), _outside(logs.size)
     if left_out is None:
         return middle, None, None
     return middle, math.exp(averages[left_out]), math.exp(averages[-1 - left_out])
+
+
+def _averages(values: np.ndarray) -> np.ndarray:
+    """Return the averages of all pairs, each value with itself among them."""
+    return np.add.outer(values, values)[np.triu_indices(values.size)] / 2
 
 
 def _outside(pairs: int) -> int | None:

@@ -33,6 +33,7 @@ from tests.bench import shapes
 from tests.bench.paired import middle_of_averages
 from tests.bench.record import arguments, publish
 from trainer_bridge.weights.names import DTYPE_NAMES, DTYPES
+from trainer_bridge.weights.staging import in_buckets
 from trainer_bridge.weights.transport import Transport, make_transport
 
 Tensors = dict[str, torch.Tensor]
@@ -73,15 +74,8 @@ def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[st
     ticket = client.weights_begin(manifest)
     transport.open(client.info(), ticket.update_id)
     started = time.perf_counter()
-    bucket: Tensors = {}
-    gathered = 0
-    for name, tensor in tensors.items():
-        if bucket and gathered + tensor.nbytes > transport.bucket_bytes:
-            transport.send(bucket)
-            bucket, gathered = {}, 0
-        bucket[name] = tensor
-        gathered += tensor.nbytes
-    transport.send(bucket)
+    for bucket in in_buckets(tensors.items(), transport.bucket_bytes):
+        transport.send(bucket)
     transport.close()
     staging_s = time.perf_counter() - started
     return staging_s, client.weights_commit(ticket.update_id, digests=digests)

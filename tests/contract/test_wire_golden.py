@@ -10,6 +10,7 @@ from rollout.wire.arrays import ARRAYS
 from rollout.wire.codec import PROTOCOL_VERSION, decode, encode
 from rollout.wire.messages import MODELS
 from rollout.wire.operations import CLIENT_REPLIES, CONTROL_REQUESTS, DATA_REQUESTS, HOST_REPLIES, HOST_REQUESTS, Op
+from tests.contract.golden_frames import PIECES
 
 REQUEST_ID = bytes(range(16))
 
@@ -240,9 +241,6 @@ def test_arrays_travel_little_endian_whatever_the_caller_has() -> None:
     strided = np.arange(6, dtype=np.int32)[::2]
     assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": big})[2]) == b"\1\0\0\0\2\0\0\0"
     assert bytes(encode(Op.SCORE, REQUEST_ID, {}, {"ids": strided})[2]) == np.array([0, 2, 4], "<i4").tobytes()
-
-
-PIECES = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "starts": [0], "counts": [6], "offsets": [0], "places": [0]}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,28 @@ def test_hosts_that_die_while_they_load_are_started_ever_later_and_then_given_up
         assert stats["received"] == stats["refused"] + stats["accepted"] == 3
 
 
-def test_a_service_whose_engine_loads_stops_at_once_and_says_so(tmp_path: Path) -> None:
+@contextmanager
+def loading_front(tmp_path: Path, *, load_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a front whose engine takes so long to load; yield it, announced, and its address."""
     config = ServiceConfig(
-        model=str(tmp_path), state_dir=str(tmp_path / "s"), engine="tests.fakes:FakeEngine", engine_options={"load_s": 60.0}
+        model=str(tmp_path), state_dir=str(tmp_path / "s"), engine="tests.fakes:FakeEngine", engine_options={"load_s": load_s}
     )
     path = tmp_path / "config.json"
     path.write_text(config.to_json())
     front = subprocess.Popen([sys.executable, "-m", "rollout.service.front", "--config", str(path)], stdout=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: bool(StateFolder(tmp_path / "s").running()) if (tmp_path / "s" / "services").is_dir() else False)
-        with rollout.connect(config.state.find().address) as client, ThreadPoolExecutor(1) as pool:
+        yield front, config.state.find().address
+    finally:
+        front.kill()
+        front.wait(10)
+        assert front.stdout is not None
+        front.stdout.close()
+
+
+def test_a_service_whose_engine_loads_stops_at_once_and_says_so(tmp_path: Path) -> None:
+    with loading_front(tmp_path, load_s=60.0) as (front, address):
+        with rollout.connect(address) as client, ThreadPoolExecutor(1) as pool:
             wait_until(lambda: client.info().health == "loading", 20.0)
             waiting = pool.submit(client.generate, [1], max_new_tokens=3)
             [host] = psutil.Process(front.pid).children()
@@ -141,23 +154,11 @@ def test_a_service_whose_engine_loads_stops_at_once_and_says_so(tmp_path: Path) 
             assert front.wait(10) == 0 and time.monotonic() - started < 3.0
             assert waiting.result(5).finish_reason.kind == "cancelled"
         assert not host.is_running()
-    finally:
-        front.kill()
-        front.wait(10)
-        assert front.stdout is not None
-        front.stdout.close()
 
 
 def test_requests_that_come_while_the_engine_loads_wait_for_it(tmp_path: Path) -> None:
-    config = ServiceConfig(
-        model=str(tmp_path), state_dir=str(tmp_path / "s"), engine="tests.fakes:FakeEngine", engine_options={"load_s": 1.0}
-    )
-    path = tmp_path / "config.json"
-    path.write_text(config.to_json())
-    front = subprocess.Popen([sys.executable, "-m", "rollout.service.front", "--config", str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: bool(StateFolder(tmp_path / "s").running()) if (tmp_path / "s" / "services").is_dir() else False)
-        with rollout.connect(config.state.find().address) as client, ThreadPoolExecutor(4) as pool:
+    with loading_front(tmp_path, load_s=1.0) as (front, address):
+        with rollout.connect(address) as client, ThreadPoolExecutor(4) as pool:
             waiting = pool.submit(client.generate, [1], max_new_tokens=3, seed=4)
             expired = pool.submit(client.generate, [1], max_new_tokens=3, deadline_s=0.05)
             assert client.info().health in ("starting", "loading")
@@ -169,11 +170,8 @@ def test_requests_that_come_while_the_engine_loads_wait_for_it(tmp_path: Path) -
             assert [delta.finished.finish_reason.kind for delta in cancelled] == ["cancelled"]
             assert not waiting.done()
             assert waiting.result(10).ids.tolist() == fake_ids(4, 3).tolist()
-    finally:
         front.terminate()
         assert front.wait(10) == 0
-        assert front.stdout is not None
-        front.stdout.close()
 
 
 def test_an_engine_that_cannot_load_names_the_cause_and_leaves_nothing(tmp_path: Path) -> None:

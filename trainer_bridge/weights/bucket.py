@@ -27,6 +27,20 @@ class Piece:
     values: torch.Tensor
 
 
+def announced(
+    names: list[str], shapes: Sequence[Sequence[int]], starts: list[int], values: Sequence[torch.Tensor], offsets: list[int]
+) -> dict[str, list[Any]]:
+    """Return pieces as they are announced, in columns: `values` are elements of tensors of `shapes` from `starts` on, at byte `offsets`."""
+    return {
+        "names": names,
+        "dtypes": [DTYPE_NAMES[one.dtype] for one in values],
+        "shapes": [list(shape) for shape in shapes],
+        "starts": starts,
+        "counts": [one.numel() for one in values],
+        "offsets": offsets,
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBucket:
     """The pieces of one bucket and the bytes that they take."""
@@ -35,15 +49,14 @@ class PackedBucket:
     size: int
 
     def fields(self) -> dict[str, list[Any]]:
-        """Return the pieces as they are announced: in columns."""
-        return {
-            "names": [piece.name for piece in self.pieces],
-            "dtypes": [DTYPE_NAMES[piece.values.dtype] for piece in self.pieces],
-            "shapes": [list(piece.shape) for piece in self.pieces],
-            "starts": [piece.start for piece in self.pieces],
-            "counts": [piece.values.numel() for piece in self.pieces],
-            "offsets": [piece.offset for piece in self.pieces],
-        }
+        """Return the pieces as they are announced."""
+        return announced(
+            [piece.name for piece in self.pieces],
+            [piece.shape for piece in self.pieces],
+            [piece.start for piece in self.pieces],
+            [piece.values for piece in self.pieces],
+            [piece.offset for piece in self.pieces],
+        )
 
     def write(self, memory: torch.Tensor) -> None:
         """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there."""

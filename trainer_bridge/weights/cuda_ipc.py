@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from trainer_bridge.errors import TransportUnusable
-from trainer_bridge.weights.bucket import ALIGNMENT, PackedBucket, pack
-from trainer_bridge.weights.names import DTYPE_NAMES
+from trainer_bridge.weights.bucket import ALIGNMENT, PackedBucket, announced, pack
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
 # What is announced where it lies takes no memory: few large buckets.
@@ -220,16 +219,8 @@ class CudaIpcTransport:
             placed.append(place)
             offsets.append(tensor.data_ptr() - allocation.base)
         sent = [tensor for tensor, _ in tensors.values()]
-        pieces = {
-            "names": list(tensors),
-            "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in sent],
-            "shapes": [list(tensor.shape) for tensor in sent],
-            "starts": [0] * len(sent),
-            "counts": [tensor.numel() for tensor in sent],
-            "offsets": offsets,
-            "places": placed,
-        }
-        self._post(pieces, allocations, sent)
+        pieces = announced(list(tensors), [tensor.shape for tensor in sent], [0] * len(sent), sent, offsets)
+        self._post({**pieces, "places": placed}, allocations, sent)
 
     def _post(self, pieces: Mapping[str, Any], allocations: list[Allocation], kept: list[torch.Tensor]) -> SentCall:
         assert self._driver is not None, "a transport is opened first"

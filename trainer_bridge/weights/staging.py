@@ -29,7 +29,7 @@ def stage_all(
     """Send every tensor as the service stores it. Blocks: until all are staged. Mutates: `sent`. Raises: PushError and its kind."""
     last = time.monotonic()
     serving = serving_tensors(tensors, dtype=dtype, head_is_tied=head_is_tied)
-    for bucket in _buckets(serving, sent.digests, transport.bucket_bytes):
+    for bucket in in_buckets(_with_digests(serving, sent.digests), transport.bucket_bytes):
         sent.num_bytes += sum(tensor.nbytes for tensor in bucket.values())
         ready = time.monotonic()
         transport.send(bucket)
@@ -40,14 +40,20 @@ def stage_all(
     sent.staging_s += time.monotonic() - last
 
 
-def _buckets(tensors: Iterable[tuple[str, torch.Tensor]], digests: dict[str, int], most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _with_digests(tensors: Iterable[tuple[str, torch.Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        digests[name] = digest(tensor)
+        yield name, tensor
+
+
+def in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], most_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors in buckets of at most `most_bytes`; a larger one is a bucket of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > most_bytes:
             yield bucket
             bucket, size = {}, 0
-        digests[name] = digest(tensor)
         bucket[name] = tensor
         size += tensor.nbytes
     if bucket:

@@ -45,13 +45,16 @@ class CudaImports:
 
         self._failure, self._devices, self._tell = DriverFailure, devices, tell
         self._told: set[bytes] = set()
+        self._reachable: set[bytes] = set()
         try:
             self._imports = DeviceImports(devices[0])
         except DriverFailure as error:
             raise _unavailable(str(error)) from None
 
     def check_device(self, uuid: bytes) -> None:
-        """Check that every rank's card can address the trainer's. Raises: TransportUnavailable."""
+        """Check, once in an update, that every rank's card can address the trainer's. Raises: TransportUnavailable."""
+        if uuid in self._reachable:
+            return
         import torch
 
         uuids = [device_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
@@ -62,6 +65,7 @@ class CudaImports:
             mine = device.index or 0
             if index != mine and not torch.cuda.can_device_access_peer(mine, index):
                 raise _unavailable(f"card {mine} cannot address card {index}")
+        self._reachable.add(uuid)
 
     def memory(self, handle: bytes, size: int, bucket: int) -> ImportedMemory:
         """Return an allocation on the device. Raises: TransportUnavailable, BucketRefused for a wrong size."""
@@ -97,7 +101,7 @@ class CudaSource:
     def __init__(self, body: WeightsStageBucket, handle: CudaHandle, imports: CudaImports) -> None:
         from areno.weights.slices import DeviceRun
 
-        self._body, self._handle, self._imports, self._runs = body, handle, imports, DeviceRun
+        self._body, self._handle, self._imports, self._run_of = body, handle, imports, DeviceRun
         self._opened: list[ImportedMemory] = []
         imports.check_device(handle.device)
 
@@ -113,7 +117,7 @@ class CudaSource:
     def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> DeviceRun:
         """Return elements of a piece, where they are."""
         opened, handle = self._opened[piece.place], self._handle.allocations[piece.place].handle
-        return self._runs(opened.memory, opened.address, piece.offset + first * ITEM_BYTES[piece.dtype], count, piece.dtype, handle)
+        return self._run_of(opened.memory, opened.address, piece.offset + first * ITEM_BYTES[piece.dtype], count, piece.dtype, handle)
 
     def finish(self) -> None:
         """The copies are complete."""

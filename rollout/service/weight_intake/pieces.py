@@ -82,7 +82,7 @@ def refused(bucket: int, what: str, limit: str, remedy: str = "send the bucket a
 def check_pieces(body: WeightsStageBucket) -> None:
     """Check that every piece lies in its tensor and in its memory. Raises: BucketRefused."""
     sizes = [one.size for one in body.handle.allocations] if isinstance(body.handle, CudaHandle) else [body.size]
-    for piece in body.pieces.rows():
+    for piece in body.pieces.rows:
         elements, item = math.prod(piece.shape), ITEM_BYTES[piece.dtype]
         if piece.start + piece.size > elements:
             raise refused(
@@ -121,7 +121,7 @@ def _stage_slices(engine: SliceEngine, body: WeightsStageBucket, source: BucketS
             gathered.clear()
 
     made = moved = 0
-    for piece in body.pieces.rows():
+    for piece in body.pieces.rows:
         item = ITEM_BYTES[piece.dtype]
         spec = TensorSpec(dtype=piece.dtype, shape=tuple(piece.shape))
         step = max(1, source.slice_bytes // item)
