@@ -123,7 +123,7 @@ class TPGroup:
             return tensor
         import torch.distributed as dist
 
-        options = _on_this_stream(dist.AllreduceOptions())
+        options = on_this_stream(dist.AllreduceOptions())
         self._wait("sum", lambda: self._backend.allreduce([tensor], options))
         return tensor
 
@@ -144,7 +144,7 @@ class TPGroup:
 
         self.counts.broadcasts += 1
         self.counts.broadcast_bytes += tensor.nbytes
-        options = _on_this_stream(dist.BroadcastOptions())
+        options = on_this_stream(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
         self._wait("broadcast", lambda: self._backend.broadcast([tensor], options))
         return tensor
@@ -185,7 +185,7 @@ class TPGroup:
         if tensor.device.type == "cpu":
             self._wait("gather", lambda: self._backend.allgather([list(out.unbind())], [tensor]))
         else:
-            options = _on_this_stream(AllgatherOptions())
+            options = on_this_stream(AllgatherOptions())
             self._wait("gather", lambda: self._backend._allgather_base(out.view(-1), tensor.view(-1), options))
         return out
 
@@ -215,7 +215,7 @@ def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _on_this_stream(options: Any) -> Any:
+def on_this_stream(options: Any) -> Any:
     """Ask for a collective on the current stream, where the library has the choice."""
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
@@ -251,19 +251,29 @@ def _open_store(init_method: str, rank: int, size: int, timeout: datetime.timede
     return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
 
 
+def nccl_group(store: Any, rank: int, size: int, timeout: datetime.timedelta, device: torch.device) -> Any:
+    """Return a group of NCCL whose ranks have met, and who watch over each other themselves: nothing ends the process for them.
+
+    Blocks: until all ranks are there. Raises: RuntimeError.
+    """
+    import torch.distributed as dist
+
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    with torch.cuda.device(device), _defaults_in_environment(_NCCL_DEFAULTS):
+        group = nccl(store, rank, size, options)
+        # The communicator is made by the first collective, which must not be a captured one.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    return group
+
+
 def _backend_group(backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, device: torch.device) -> Any:
     import torch.distributed as dist
 
     if backend == "nccl":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        with torch.cuda.device(device), _defaults_in_environment(_NCCL_DEFAULTS):
-            group = nccl(store, rank, size, options)
-            # The communicator is made by the first collective, which must not be a captured one.
-            group.allreduce([torch.zeros(1, device=device)]).wait()
-            torch.cuda.synchronize(device)
-        return group
+        return nccl_group(store, rank, size, timeout, device)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     wait_for_all(store, rank, size)

@@ -2,21 +2,20 @@
 
 A collective of a library is a launch of its own between two kernels, and for some kilobytes a row its start takes longer than its
 bytes. Here the parts stay where they were computed, and `kernels.peer_sum` reads them through the link between the devices. Each
-rank opens the others' memory by handles of the CUDA driver (package cuda-bindings); where that cannot be, sums are collectives.
+rank opens the others' memory by interprocess handles (package cuda-bindings); where that cannot be, sums are collectives.
 
 Invariant: sums come in pairs, turn 0 then turn 1, in the same order on every rank; see `kernels.peer_sum` for why two buffers suffice.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from areno.interprocess import HANDLE_BYTES, DeviceImports, DriverFailure, export_memory
 from areno.kernels.peer_sum import peer_add_rms_norm
 from areno.parallel import TPGroup
 
@@ -24,8 +23,7 @@ TURNS = 2
 MAX_ROWS = 512
 """Sums of more rows go through the group's own collective, whose bytes are then worth its start."""
 
-_LAZY_PEER_ACCESS = 1
-_HANDLE_WORDS = 8
+_WORD = 8
 
 _log = logging.getLogger(__name__)
 
@@ -93,29 +91,18 @@ class _Memory:
         self._own = torch.zeros(self.part_bytes + 4 * TURNS * rows * group.size, dtype=torch.uint8, device=group.device)
         torch.cuda.synchronize(group.device)
         assert not group.stop_word.item(), "made here, since pinned memory cannot be had while a step is captured"
-        self._driver: Any = None
         self._addresses: dict[int, int] = {}
-        self._opened: list[int] = []
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *values = getattr(self._driver, name)(*arguments)
-        if int(status) != 0:
-            raise RuntimeError(f"{name} failed: {status!r}")
-        return values[0] if len(values) == 1 else values
+        self._imports: DeviceImports | None = None
 
     def export(self) -> list[int]:
         """Return the handle of this rank's allocation and where in it the memory starts, as words; zeros where there is none."""
         try:
-            self._driver = importlib.import_module("cuda.bindings.driver")
-            address = self._own.data_ptr()
-            with torch.cuda.device(self._group.device):
-                base, _ = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(address))
-                handle = bytes(self._call("cuIpcGetMemHandle", base).reserved)
-        except (ImportError, RuntimeError) as error:
-            self.reason = f"{type(error).__name__}: {error}"
-            return [0] * (_HANDLE_WORDS + 1)
-        words = [int.from_bytes(handle[place : place + 8], "little", signed=True) for place in range(0, 8 * _HANDLE_WORDS, 8)]
-        return [*words, address - int(base)]
+            exported = export_memory(self._own)
+        except DriverFailure as error:
+            self.reason = str(error)
+            return [0] * (HANDLE_BYTES // _WORD + 1)
+        words = [int.from_bytes(exported.handle[at : at + _WORD], "little", signed=True) for at in range(0, HANDLE_BYTES, _WORD)]
+        return [*words, self._own.data_ptr() - exported.address]
 
     def open(self, handles: list[list[int]]) -> None:
         """Open what the other ranks have exported."""
@@ -126,16 +113,12 @@ class _Memory:
             if self.reason or not any(words):
                 self.reason = self.reason or f"rank {rank} cannot export its memory"
                 continue
-            raw = self._driver.CUipcMemHandle()
-            raw.reserved = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+            handle = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in words)
             try:
-                with torch.cuda.device(self._group.device):
-                    opened = int(self._call("cuIpcOpenMemHandle", raw, _LAZY_PEER_ACCESS))
-            except RuntimeError as error:
+                self._imports = self._imports or DeviceImports(self._group.device)
+                self._addresses[rank] = self._imports.memory(handle).address + offset
+            except DriverFailure as error:
                 self.reason = str(error)
-                continue
-            self._opened.append(opened)
-            self._addresses[rank] = opened + offset
 
     def views(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor | PeerMemory]:
         """Return the same tensor of every rank, `start` bytes into its memory."""
@@ -146,7 +129,5 @@ class _Memory:
 
     def close(self) -> None:
         """Close what was opened. Repeatable."""
-        opened, self._opened = self._opened, []
-        with torch.cuda.device(self._group.device):
-            for address in opened:
-                self._driver.cuIpcCloseMemHandle(self._driver.CUdeviceptr(address))
+        if self._imports is not None:
+            self._imports.close()

@@ -17,8 +17,8 @@ import torch
 from areno import commands
 from areno.canary import CanaryProof
 from areno.config import EngineConfig, ResolvedConfig
-from areno.device_imports import DeviceImports, ImportedMemory
 from areno.errors import ArenoError, Asleep, EngineFailure, WeightUpdateError
+from areno.interprocess import DeviceImports, ImportedMemory
 from areno.models.model_config import ModelConfig
 from areno.parallel import TPGroup
 from areno.rank import Rank, build_rank, fill_randomly

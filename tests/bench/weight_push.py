@@ -6,11 +6,12 @@ checked and fingerprinted before (`digest_gb_per_s`). `inspect_s` is what the se
 thread into memory (on a card: within the card, or over the link to the engine's first one; and from pinned host memory as
 `bus_copy_s`). `swap_ms`, `proof_ms` and `pause_ms` are the service's own. With `--rows N`, N requests decode meanwhile and
 `decode_cost_ms` is how much longer their tokens took than without an update (Hodges-Lehmann, over all pairs but the first). Not
-timed: start of the processes and one first update of each transport. Copies and updates alternate; figures are medians.
+timed: start of the processes and one first update of each transport; `open_s` is what a transport needs before the first tensor.
+Copies and updates alternate; figures are medians.
 
     python -m tests.bench.weight_push --json
     python -m tests.bench.weight_push --model qwen3-8b --device cuda --transports cuda memory --rows 64 --json
-    python -m tests.bench.weight_push --model qwen3-8b --device cuda:0 --tp 2 --trainer-device cuda:2 --transports nccl cuda --json
+    python -m tests.bench.weight_push --model qwen3-8b --device cuda:0 --tp 2 --trainer-device cuda:2 --transports group cuda --json
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,17 +69,26 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[str, int]) -> tuple[float, Any]:
-    """Make one update; return the seconds of its staging and the service's report."""
+class Pushed(NamedTuple):
+    """One update: the seconds until its transport was open, those of its staging, and the service's report."""
+
+    open_s: float
+    staging_s: float
+    report: Any
+
+
+def update(client: Any, transport: Transport, tensors: Tensors, digests: dict[str, int]) -> Pushed:
+    """Make one update."""
     manifest = {name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in tensors.items()}
     ticket = client.weights_begin(manifest)
-    transport.open(client.info(), ticket.update_id)
+    info, begun = client.info(), time.perf_counter()
+    transport.open(info, ticket.update_id)
     started = time.perf_counter()
     for bucket in in_buckets(tensors.items(), transport.bucket_bytes):
         transport.send(bucket)
     transport.close()
     staging_s = time.perf_counter() - started
-    return staging_s, client.weights_commit(ticket.update_id, digests=digests)
+    return Pushed(started - begun, staging_s, client.weights_commit(ticket.update_id, digests=digests))
 
 
 def decoding(client: Any, rows: int, meanwhile: Any = None) -> float:
@@ -113,8 +123,9 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         copies.append(timed_copy(tensors, places, device))
         runs.append(update(client, transport, tensors, digests))
     del places
-    copy_s, staging_s = statistics.median(copies), statistics.median(run[0] for run in runs)
-    inspect_s, derive_s = (statistics.median(getattr(run[1], figure) for run in runs) for figure in ("inspect_s", "derive_s"))
+    copy_s, staging_s = statistics.median(copies), statistics.median(run.staging_s for run in runs)
+    reports = [run.report for run in runs]
+    inspect_s, derive_s = (statistics.median(getattr(report, figure) for report in reports) for figure in ("inspect_s", "derive_s"))
     row: dict[str, Any] = {
         "model": options.model,
         "transport": name,
@@ -122,15 +133,16 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         "num_bytes": num_bytes,
         "num_tensors": len(tensors),
         "copy_s": copy_s,
+        "open_s": statistics.median(run.open_s for run in runs),
         "staging_s": staging_s,
         "staging_gb_per_s": num_bytes / staging_s / 1e9,
         "inspect_s": inspect_s,
         "derive_s": derive_s,
         # On a card the proof runs beside the staging and not within it.
         "ratio_to_copy": (staging_s - (inspect_s + derive_s) * (device.type == "cpu")) / copy_s,
-        **{figure: statistics.median(getattr(run[1], figure) for run in runs) for figure in ("swap_ms", "proof_ms", "pause_ms")},
+        **{figure: statistics.median(getattr(report, figure) for report in reports) for figure in ("swap_ms", "proof_ms", "pause_ms")},
     }
-    row["pause_beside_swap_ms"] = statistics.median(run[1].pause_ms - run[1].swap_ms for run in runs)
+    row["pause_beside_swap_ms"] = statistics.median(report.pause_ms - report.swap_ms for report in reports)
     if device.type == "cuda":
         row["bus_copy_s"] = bus_copy(tensors, device)
         row["share_of_bus_rate"] = row["bus_copy_s"] / staging_s

@@ -58,13 +58,19 @@ class PackedBucket:
             [piece.offset for piece in self.pieces],
         )
 
-    def write(self, memory: torch.Tensor) -> None:
-        """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there."""
-        for piece in self.pieces:
-            place = memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype)
-            place.copy_(piece.values, non_blocking=True)
-        for device in {piece.values.device for piece in self.pieces if piece.values.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+    def write(self, memory: torch.Tensor, *, wait: bool = True) -> None:
+        """Copy every piece to its place in `memory` (uint8, at least `size` long). Blocks: until the bytes are there, unless told not to.
+
+        Without `wait` pieces on a device are copied by its current stream, and may be written again behind that.
+        """
+        if not self.pieces:
+            return
+        values = [piece.values for piece in self.pieces]
+        places = [memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype) for piece in self.pieces]
+        torch._foreach_copy_(places, values, non_blocking=True)
+        if wait or not all(one.is_cuda for one in values):
+            for device in {one.device for one in (*places, *values) if one.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
 
 
 def _aligned(size: int) -> int:

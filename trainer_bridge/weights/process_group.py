@@ -1,16 +1,20 @@
 """The weights' way through a process group of two: this trainer's rank 0 and the engine host, with a store of their own.
 
 The group is not torch.distributed's default one and not part of the trainer's ranks. For each bucket the service is told what
-comes, then its bytes are broadcast, raw. NCCL where trainer and engine have a device each, gloo otherwise: on one shared device
-NCCL waits for ever, so the engine host refuses it. Invariant: whatever happens to the other side, a wait ends within the time-out.
+comes, then its bytes are broadcast, raw, out of buffers in turn. NCCL where trainer and engine have a device each, gloo otherwise: on
+one shared device NCCL waits for ever, so the engine host refuses it. Invariant: whatever happens to the other side, a wait ends
+within the time-out, and a buffer is written only after its last broadcast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import socket
 import threading
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,18 +22,96 @@ import torch.distributed as dist
 
 from trainer_bridge.errors import TransportUnusable
 from trainer_bridge.weights.bucket import PackedBucket, pack
+from trainer_bridge.weights.names import DTYPES
 from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
 
-DEFAULT_BUCKET_BYTES = 64 * 2**20
+HOST_BUCKET_BYTES, HOST_BUFFERS = 64 * 2**20, 2
+# By NCCL the copies are so fast that the messages in between count. The engine host receives as many as these at a time: one is on
+# the link, one is being copied there, one's answer is on its way.
+DEVICE_BUCKET_BYTES, DEVICE_BUFFERS = 256 * 2**20, 3
+MIN_BUCKET_BYTES = 4096
 PREFIX = "areno-weights"
 TRAINER_RANK, GROUP_SIZE = 0, 2
 # Read by the other side before it joins: two ranks of groups of other sizes can meet, and wait for a third for ever.
 SIZE_KEY = "size"
 REMEDY = "let the engine host reach this host and port, pass ProcessGroupTransport(client, host=...), or choose another transport"
+# Waits are bounded here. The library's own watch would end the whole process where the other side is gone.
+_NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class _HostLane:
+    """A buffer in host memory and the gloo broadcast out of it."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.call: SentCall | None = None
+        self._work: Any = None
+
+    def write(self, packed: PackedBucket) -> None:
+        """Fill the buffer, whose last broadcast is over."""
+        packed.write(self.memory)
+
+    def broadcast(self, group: Any, size: int) -> None:
+        """Begin to send the first bytes."""
+        self._work = group.broadcast([self.memory[:size]], _options())
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the bucket's answer; it comes first, for a bucket that was refused is never received."""
+        call, self.call = self.call, None
+        if call is not None:
+            call.result(timeout_s)
+            self._work.wait(datetime.timedelta(seconds=timeout_s))
+
+    def rest(self) -> None:
+        """The group has ended, and its broadcasts with it."""
+
+
+class _DeviceLane:
+    """A buffer in device memory and the NCCL broadcast out of it, on a stream of its own, which is never waited for here."""
+
+    def __init__(self, size: int, stream: torch.cuda.Stream) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8, device=stream.device)
+        self.call: SentCall | None = None
+        self._stream, self._sent = stream, torch.cuda.Event()
+
+    def write(self, packed: PackedBucket) -> None:
+        """Fill the buffer behind its last broadcast and all that the current stream was given."""
+        with torch.cuda.device(self._stream.device):
+            current = torch.cuda.current_stream()
+            current.wait_event(self._sent)
+            packed.write(self.memory, wait=False)
+            self._stream.wait_stream(current)
+
+    def broadcast(self, group: Any, size: int) -> None:
+        """Send the first bytes once they are there."""
+        with torch.cuda.stream(self._stream):
+            work = group.broadcast([self.memory[:size]], _options())
+            if work is not None:
+                work.wait()
+            self._sent.record()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the bucket's answer."""
+        call, self.call = self.call, None
+        if call is not None:
+            call.result(timeout_s)
+
+    def rest(self) -> None:
+        """Wait until nothing reads the buffer: the group has ended."""
+        self._stream.synchronize()
+
+
+def _options() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = TRAINER_RANK, 0
+    if hasattr(options, "asyncOp"):
+        # On the current stream, where the library has the choice.
+        options.asyncOp = False
+    return options
 
 
 class ProcessGroupTransport:
-    """Broadcasts out of two buffers in turn; see the module. `host` is this machine as the engine host knows it."""
+    """Broadcasts; see the module. `host` is this machine as the engine host knows it, `device` where the weights are."""
 
     name = "group"
 
@@ -37,12 +119,13 @@ class ProcessGroupTransport:
         self,
         client: BucketClient,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout_s: float = 120.0,
         host: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._client, self.bucket_bytes, self._timeout_s = client, max(bucket_bytes, 4096), timeout_s
+        self._client, self._wanted_bytes, self._timeout_s = client, bucket_bytes, timeout_s
+        self.bucket_bytes = max(bucket_bytes or HOST_BUCKET_BYTES, MIN_BUCKET_BYTES)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._host = host or own_address(str(getattr(client, "address", "")))
         self._device = device
@@ -50,8 +133,7 @@ class ProcessGroupTransport:
         self._update_id = ""
         self._group: Any = None
         self._store: Any = None
-        self._buffers: list[torch.Tensor] = []
-        self._under_way: list[tuple[SentCall, Any] | None] = [None, None]
+        self._lanes: list[_HostLane] | list[_DeviceLane] = []
         self._next = 0
 
     def open(self, info: Any, update_id: str) -> None:
@@ -68,8 +150,15 @@ class ProcessGroupTransport:
                 continue
             if backend == "nccl" or not on_devices:
                 self.reason = f"asked for; {backend}"
-            device = self._device if backend == "nccl" else torch.device("cpu")
-            self._buffers = [torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            # No larger than the whole model, with room for what alignment takes.
+            whole = info.engine.num_parameters * DTYPES[str(info.engine.dtype)].itemsize
+            wanted = self._wanted_bytes or (DEVICE_BUCKET_BYTES if backend == "nccl" else HOST_BUCKET_BYTES)
+            self.bucket_bytes = max(MIN_BUCKET_BYTES, min(wanted, whole + whole // 8))
+            if backend == "nccl":
+                stream = torch.cuda.Stream(self._device)
+                self._lanes = [_DeviceLane(self.bucket_bytes, stream) for _ in range(DEVICE_BUFFERS)]
+            else:
+                self._lanes = [_HostLane(self.bucket_bytes) for _ in range(HOST_BUFFERS)]
             return
 
     def _join(self, backend: str) -> None:
@@ -93,10 +182,8 @@ class ProcessGroupTransport:
             store = dist.PrefixStore(PREFIX, self._store)
             store.set(SIZE_KEY, str(GROUP_SIZE))
             if backend == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout
-                with torch.cuda.device(self._device):
-                    return dist.ProcessGroupNCCL(store, TRAINER_RANK, GROUP_SIZE, options)
+                assert self._device is not None, "NCCL is tried for weights on a device"
+                return _nccl_group(store, self._timeout, self._device)
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=self._host)]
@@ -106,47 +193,69 @@ class ProcessGroupTransport:
             return error
 
     def send(self, bucket: Bucket) -> None:
-        """Copy tensors into buffers and broadcast them. Blocks: while both buffers are under way."""
+        """Copy tensors into buffers and broadcast them. Blocks: while every buffer is under way."""
         for packed in pack(bucket, self.bucket_bytes):
             self._post(packed)
 
     def _post(self, packed: PackedBucket) -> None:
-        turn = self._next % 2
-        self._settle(turn)
-        buffer = self._buffers[turn]
-        packed.write(buffer)
-        call = self._client.weights_stage_bucket(
+        lane = self._lanes[self._next % len(self._lanes)]
+        lane.settle(self._timeout_s)
+        lane.write(packed)
+        lane.call = self._client.weights_stage_bucket(
             self._update_id, self._next, size=packed.size, pieces=packed.fields(), handle={"kind": "group"}
         )
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TRAINER_RANK, 0
-        self._under_way[turn] = (call, self._group.broadcast([buffer[: packed.size]], options))
+        lane.broadcast(self._group, packed.size)
         self._next += 1
-
-    def _settle(self, turn: int) -> None:
-        """Wait for a bucket; its call comes first, for one that was refused is never received."""
-        under_way, self._under_way[turn] = self._under_way[turn], None
-        if under_way is not None:
-            call, work = under_way
-            call.result(self._timeout_s)
-            work.wait(self._timeout)
 
     def close(self) -> None:
         """Wait until everything is staged, and leave the group. Blocks: at most the time-out for each bucket under way."""
-        for turn in (self._next % 2, (self._next + 1) % 2):
-            self._settle(turn)
+        for ahead in range(len(self._lanes)):
+            self._lanes[(self._next + ahead) % len(self._lanes)].settle(self._timeout_s)
         self._leave()
 
     def abort(self) -> None:
         """Leave the group; what is under way ends with an error that nobody hears."""
-        self._under_way = [None, None]
         self._leave()
 
     def _leave(self) -> None:
-        group, self._group, self._store = self._group, None, None
-        abort = getattr(group, "abort", None)
-        if abort is not None:
-            abort()
+        group, lanes, self._group, self._store, self._lanes = self._group, self._lanes, None, None, []
+        if group is not None:
+            threading.Thread(target=_end, args=(group, lanes), name="weight-group", daemon=True).start()
+
+
+def _end(group: Any, lanes: list[_HostLane] | list[_DeviceLane]) -> None:
+    """End a group, which takes longer than a bucket; its buffers go only when nothing reads them any more."""
+    with contextlib.suppress(RuntimeError, AttributeError):
+        group.abort()
+    with contextlib.suppress(RuntimeError):
+        for lane in lanes:
+            lane.rest()
+    lanes.clear()
+
+
+def _nccl_group(store: Any, timeout: datetime.timedelta, device: torch.device) -> Any:
+    """Return a group that the other side has met, too. Blocks: until then. Raises: RuntimeError."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    with torch.cuda.device(device), _defaults_in_environment():
+        group = nccl(store, TRAINER_RANK, GROUP_SIZE, options)
+        # The communicator is made by the first collective.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.current_stream().synchronize()
+        return group
+
+
+@contextlib.contextmanager
+def _defaults_in_environment() -> Iterator[None]:
+    """Set what the environment does not say for the length of a block: NCCL's group reads its options there, once."""
+    added = {name: value for name, value in _NCCL_DEFAULTS.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def own_address(address: str) -> str:

@@ -18,7 +18,7 @@ from rollout.wire.weight_handles import CudaHandle, TensorPiece, WeightsStageBuc
 if TYPE_CHECKING:
     import torch
 
-    from areno.device_imports import ImportedMemory
+    from areno.interprocess import ImportedMemory
     from areno.weights.slices import DeviceRun
 
 # Opening one takes some 50 us.
@@ -41,7 +41,7 @@ class CudaImports:
         """`devices`: where the engine's ranks are, rank 0 first; `tell` is called with the handle of each allocation that is opened."""
         if devices[0].type != "cuda":
             raise _unavailable(f"the engine runs on {devices[0].type}")
-        from areno.device_imports import DeviceImports, DriverFailure
+        from areno.interprocess import DeviceImports, DriverFailure
 
         self._failure, self._devices, self._tell = DriverFailure, devices, tell
         self._told: set[bytes] = set()

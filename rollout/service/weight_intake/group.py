@@ -1,9 +1,9 @@
 """Buckets that a trainer broadcasts in a process group of two: its rank 0, and this engine host as rank 1.
 
-The group has a store of its own, which the trainer keeps, and nothing to do with the ranks that train or serve. Joining and
-receiving block, so each runs in a thread of its own while the engine steps on. Raw bytes travel, never objects. NCCL needs a
-device for each process: two on one wait for each other for ever, so that is refused. Invariant: a broadcast that does not
-come ends with the group's time-out, and the group ends with its update.
+The group has a store of its own, which the trainer keeps, and nothing to do with the ranks that train or serve. Joining blocks, and
+so does receiving by gloo: each runs in a thread of its own while the engine steps on. By NCCL it is launched (`device_group`). Raw
+bytes travel, never objects. NCCL needs a device for each process: two on one wait for each other for ever, so that is refused.
+Invariant: a broadcast that does not come ends with the group's time-out, and the group ends with its update.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import TransportUnavailable
-from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, Pace, Steps, device_uuid, refused
+from rollout.service.weight_intake.device_group import DeviceReceiver
+from rollout.service.weight_intake.pieces import HOST_SLICE_BYTES, ITEM_BYTES, BucketSource, Pace, Steps, device_uuid, refused
 from rollout.wire.weight_handles import TensorPiece, WeightsJoinGroup, WeightsStageBucket
 
 if TYPE_CHECKING:
@@ -78,22 +79,25 @@ def local_address(host: str, port: int) -> str:
 
 
 class GroupLink:
-    """The open update's group; `join` makes it. `device` is the engine's."""
+    """The open update's group; `join` makes it.
 
-    def __init__(self, body: WeightsJoinGroup, device: torch.device) -> None:
+    `devices`: where the engine's ranks are, rank 0 first; `tell` is called with the handle of memory that the others are to open.
+    """
+
+    def __init__(self, body: WeightsJoinGroup, devices: Sequence[torch.device], tell: Callable[[bytes], None]) -> None:
         import torch.distributed as dist
 
         if not dist.is_available():
             raise _unavailable("the engine host has no torch.distributed", "its torch was built without it")
         if body.backend == "nccl":
-            if device.type != "cuda" or not dist.is_nccl_available():
-                raise _unavailable("NCCL cannot be used", f"the engine runs on {device.type}")
-            if body.device == device_uuid(device):
+            if devices[0].type != "cuda" or not dist.is_nccl_available():
+                raise _unavailable("NCCL cannot be used", f"the engine runs on {devices[0].type}")
+            if body.device in [device_uuid(device) for device in devices]:
                 raise _unavailable("NCCL is refused", "trainer and engine share one device, where NCCL waits for ever")
-        self._body, self._device = body, device if body.backend == "nccl" else torch_cpu()
+        self._body, self._devices, self._tell = body, devices, tell
         self._timeout = datetime.timedelta(seconds=body.timeout_s)
         self._group: Any = None
-        self._buffer: torch.Tensor | None = None
+        self._receiver: DeviceReceiver | HostReceiver | None = None
 
     def join(self) -> Steps:
         """Join, yielding meanwhile. Raises: TransportUnavailable."""
@@ -104,7 +108,11 @@ class GroupLink:
                 f"the group at {self._body.host}:{self._body.port} cannot be joined",
                 task.cause,
             )
-        self._group = task.value
+        self._group, timeout_s = task.value, self._body.timeout_s
+        if self._body.backend == "nccl":
+            self._receiver = DeviceReceiver(self._group, self._devices, self._tell, timeout_s)
+        else:
+            self._receiver = HostReceiver(self._group, timeout_s)
 
     def _connect(self) -> Any:
         import torch.distributed as dist
@@ -116,26 +124,48 @@ class GroupLink:
         if size != str(GROUP_SIZE).encode():
             raise RuntimeError(f"the trainer's group says that its size is {size!r}, not {GROUP_SIZE}")
         if body.backend == "nccl":
-            import torch
+            from areno.parallel import nccl_group
 
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            with torch.cuda.device(self._device):
-                return dist.ProcessGroupNCCL(prefixed, ENGINE_RANK, GROUP_SIZE, options)
+            return nccl_group(prefixed, ENGINE_RANK, GROUP_SIZE, self._timeout, self._devices[0])
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=local_address(body.host, body.port))]
         options._timeout = self._timeout
         return gloo(prefixed, ENGINE_RANK, GROUP_SIZE, options)
 
+    def source(self, body: WeightsStageBucket) -> BucketSource:
+        """Return the bucket that the next broadcast brings. Raises: TransportUnavailable, BucketRefused."""
+        assert self._receiver is not None, "a group is joined before anything comes by it"
+        return self._receiver.source(body)
+
+    def close(self) -> None:
+        """Leave the group; a broadcast under way ends with an error."""
+        group, receiver, self._group, self._receiver = self._group, self._receiver, None, None
+        if isinstance(receiver, DeviceReceiver):
+            receiver.close()
+        elif hasattr(group, "abort"):
+            group.abort()
+
+
+class HostReceiver:
+    """Broadcasts by gloo, one after the other into one buffer."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._buffer: torch.Tensor | None = None
+
+    def source(self, body: WeightsStageBucket) -> BucketSource:
+        """Return the bucket that the next broadcast brings."""
+        return HostGroupSource(body, self)
+
     def receive(self, bucket: int, size: int) -> Steps:
         """Take the next broadcast into the buffer, yielding meanwhile. Raises: BucketRefused."""
         import torch
 
         if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(size, dtype=torch.uint8)
         task = _Background(lambda: self._broadcast(size))
-        yield from task.wait(self._body.timeout_s)
+        yield from task.wait(self._timeout_s)
         if task.error is not None:
             # Whatever still comes must not reach what a later bucket is read from.
             self._buffer = None
@@ -147,15 +177,12 @@ class GroupLink:
             )
 
     def _broadcast(self, size: int) -> None:
-        import torch
         import torch.distributed as dist
 
         assert self._buffer is not None, "the buffer is made before its broadcast"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([self._buffer[:size]], options).wait(self._timeout)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._group.broadcast([self._buffer[:size]], options).wait(datetime.timedelta(seconds=self._timeout_s))
 
     def values(self, dtype: str, offset: int, count: int) -> torch.Tensor:
         """Return elements of the last broadcast."""
@@ -164,42 +191,33 @@ class GroupLink:
         assert self._buffer is not None, "a bucket is received before it is read"
         return self._buffer[offset : offset + count * ITEM_BYTES[dtype]].view(getattr(torch, dtype))
 
-    def close(self) -> None:
-        """Leave the group; a broadcast under way ends with an error."""
-        group, self._group, self._buffer = self._group, None, None
-        abort = getattr(group, "abort", None)
-        if abort is not None:
-            abort()
 
-
-def torch_cpu() -> torch.device:
-    """Return the host as a device."""
-    import torch
-
-    return torch.device("cpu")
-
-
-class GroupSource:
-    """One bucket that comes by broadcast. Raises: TransportUnavailable without a group."""
+class HostGroupSource:
+    """One bucket that comes by gloo."""
 
     slice_bytes, stays, own = HOST_SLICE_BYTES, True, False
 
-    def __init__(self, body: WeightsStageBucket, link: GroupLink | None) -> None:
-        if link is None:
-            raise _unavailable(f"bucket {body.bucket} is to come by broadcast", "no group was joined in this update")
-        self._body, self._link = body, link
+    def __init__(self, body: WeightsStageBucket, receiver: HostReceiver) -> None:
+        self._body, self._receiver = body, receiver
 
     def prepare(self) -> Steps:
         """Take the broadcast. Raises: BucketRefused."""
         if self._body.size:
-            yield from self._link.receive(self._body.bucket, self._body.size)
+            yield from self._receiver.receive(self._body.bucket, self._body.size)
 
     def values(self, piece: TensorPiece, first: int, count: int, into: torch.Tensor | None) -> torch.Tensor:
         """Return elements of a piece, in the buffer."""
-        return self._link.values(piece.dtype, piece.offset + first * ITEM_BYTES[piece.dtype], count)
+        return self._receiver.values(piece.dtype, piece.offset + first * ITEM_BYTES[piece.dtype], count)
 
     def finish(self) -> None:
         """The buffer is the next bucket's."""
 
     def close(self) -> None:
         """The group lives as long as its update."""
+
+
+def group_source(body: WeightsStageBucket, link: GroupLink | None) -> BucketSource:
+    """Return a bucket that comes by broadcast. Raises: TransportUnavailable without a group, BucketRefused."""
+    if link is None:
+        raise _unavailable(f"bucket {body.bucket} is to come by broadcast", "no group was joined in this update")
+    return link.source(body)

@@ -6,7 +6,8 @@ its number within the update: one that is staged already is answered at once, so
 
     stage_file    files.py      safetensors below the weights folder
     stage_bucket  segments.py   shared memory        frames.py    bytes in the message
-                  group.py      a process group      cuda_ipc.py  the trainer's device memory
+                  group.py, device_group.py    a process group: gloo, NCCL
+                  cuda_ipc.py   the trainer's device memory
 
 Invariant: every call gets one answer, also when its update ends before it was done; nothing of an update outlives it.
 """
@@ -29,7 +30,7 @@ from rollout.errors import BucketRefused, NoUpdate, UpdateBusy, WeightUpdateErro
 from rollout.service.weight_intake.cuda_ipc import CudaImports, CudaSource
 from rollout.service.weight_intake.files import open_weights_file, read_tensors
 from rollout.service.weight_intake.frames import FramesSource
-from rollout.service.weight_intake.group import GroupLink, GroupSource
+from rollout.service.weight_intake.group import GroupLink, group_source
 from rollout.service.weight_intake.pieces import BucketSource, HostBounce, Pace, Steps, check_pieces, stage_pieces
 from rollout.service.weight_intake.segments import MappedSegments, PinnedSegments, SegmentSource
 from rollout.wire.weight_handles import CudaHandle, FramesHandle, GroupHandle, WeightsJoinGroup, WeightsStageBucket
@@ -100,7 +101,7 @@ class WeightIntake:
         self._group: GroupLink | None = None
         self._imports: CudaImports | None = None
         self._segments: MappedSegments | PinnedSegments | None = None
-        # Whether the oldest job can do nothing but wait.
+        # Whether nothing can be done but wait.
         self.waits = False
 
     @property
@@ -156,7 +157,7 @@ class WeightIntake:
     def join_group(self, call_id: bytes, body: WeightsJoinGroup) -> None:
         """Queue the joining of a process group; `advance` reports. Raises: NoUpdate, TransportUnavailable."""
         self._mine(body.update_id)
-        link = GroupLink(body, self._engine_device())
+        link = GroupLink(body, self._rank_devices(), self._engine.open_memory)
 
         def steps() -> Steps:
             yield from link.join()
@@ -183,7 +184,7 @@ class WeightIntake:
     def _source(self, body: WeightsStageBucket, content: np.ndarray | None) -> BucketSource:
         handle, device = body.handle, self._engine_device()
         if isinstance(handle, GroupHandle):
-            return GroupSource(body, self._group)
+            return group_source(body, self._group)
         if isinstance(handle, CudaHandle):
             if self._imports is None:
                 self._imports = CudaImports(self._rank_devices(), self._engine.open_memory)
@@ -227,7 +228,8 @@ class WeightIntake:
                 pass
             if pace is Pace.COPIES and jobs is self._jobs:
                 self._copying.append(jobs.popleft())
-            self.waits = pace is Pace.WAIT and not self._copying
+            # The oldest that the device works on is looked at first.
+            self.waits = pace is Pace.WAIT and (self.waits or jobs is self._copying or not self._copying)
             return None
         except StopIteration:
             if job.bucket is not None:

@@ -1,0 +1,57 @@
+"""Weights over NCCL: a trainer on a card of its own, and an engine of one or two ranks on the cards before it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rollout
+from tests.gpu.trainer_process import started, trainer
+
+pytestmark = pytest.mark.gpu
+LEASE_S = 2.0
+
+
+def cards(needed: int) -> str:
+    """Return the last of so many devices, the trainer's; skip where they are not there."""
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} CUDA devices")
+    return f"cuda:{needed - 1}"
+
+
+@pytest.mark.parametrize(("shape", "tp"), [("qwen3", 1), ("qwen3", 2), ("wide", 2)])
+def test_every_rank_gets_its_part_while_the_trainer_goes_on(checkpoint: Callable[..., Path], shape: str, tp: int) -> None:
+    device, folder = cards(tp + 1), checkpoint(shape)
+    with rollout.local(str(folder), device="cuda", dtype="float32", tp=tp, max_rows=4, start_timeout_s=200.0) as client:
+        before = client.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True, temperature=0.0)
+        reports = trainer(client.address, folder, "group", device=device, pushes=3)
+        assert all(report["transport"] == "group" and "nccl" in report["reason"] for report in reports), reports
+        assert all(report["changed_tensors"] == report["num_tensors"] for report in reports), "digests are checked by the service"
+        assert client.info().version == reports[-1]["version"]
+        after = client.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True, temperature=0.0)
+        assert len(after.ids) == 8 and after.logprobs != before.logprobs
+        [other] = trainer(client.address, folder, "cuda", device=device, pushes=1)
+        assert other["changed_tensors"] == other["num_tensors"], "another trainer's first push"
+
+
+@pytest.mark.parametrize(("tp", "killed_at"), [(1, 4), (2, 1), (2, 9)])
+def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
+    checkpoint: Callable[..., Path], tp: int, killed_at: int
+) -> None:
+    device, folder = cards(tp + 1), checkpoint("wide")
+    with rollout.local(str(folder), device="cuda", dtype="float32", tp=tp, max_rows=4, start_timeout_s=200.0, lease_s=LEASE_S) as client:
+        asked = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0.0}
+        before, version = client.generate([1, 2, 3], **asked), client.info().version
+        done = started(client.address, folder, "group", pushes=1, device=device, killed_at=killed_at)
+        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+        again = client.generate([1, 2, 3], **asked)
+        assert (again.ids, client.info().version) == (before.ids, version)
+        # Until the dead trainer's lease is over the service is busy with its update.
+        time.sleep(2 * LEASE_S)
+        reports = trainer(client.address, folder, "group", device=device, pushes=1)
+        assert "nccl" in reports[0]["reason"] and client.info().version == reports[0]["version"]
