@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ def test_every_rank_gets_its_part_while_the_trainer_goes_on(checkpoint: Callable
         assert all(report["changed_tensors"] == report["num_tensors"] for report in reports), "digests are checked by the service"
         assert client.info().version == reports[-1]["version"]
         after = client.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True, temperature=0.0)
-        assert len(after.ids) == 8 and after.logprobs != before.logprobs
+        assert len(after.ids) == 8 and not np.array_equal(after.logprobs, before.logprobs)
         [other] = trainer(client.address, folder, "cuda", device=device, pushes=1)
         assert other["changed_tensors"] == other["num_tensors"], "another trainer's first push"
 
@@ -50,7 +51,7 @@ def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
         done = started(client.address, folder, "group", pushes=1, device=device, killed_at=killed_at)
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
         again = client.generate([1, 2, 3], **asked)
-        assert (again.ids, client.info().version) == (before.ids, version)
+        assert np.array_equal(again.ids, before.ids) and client.info().version == version
         # Until the dead trainer's lease is over the service is busy with its update.
         time.sleep(2 * LEASE_S)
         reports = trainer(client.address, folder, "group", device=device, pushes=1)

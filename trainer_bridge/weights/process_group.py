@@ -220,7 +220,8 @@ class ProcessGroupTransport:
     def _leave(self) -> None:
         group, lanes, self._group, self._store, self._lanes = self._group, self._lanes, None, None, []
         if group is not None:
-            threading.Thread(target=_end, args=(group, lanes), name="weight-group", daemon=True).start()
+            # The interpreter waits for it at its end, when the driver still lives.
+            threading.Thread(target=_end, args=(group, lanes), name="weight-group").start()
 
 
 def _end(group: Any, lanes: list[_HostLane] | list[_DeviceLane]) -> None:

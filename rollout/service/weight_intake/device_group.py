@@ -124,7 +124,7 @@ class DeviceReceiver:
 
     def close(self) -> None:
         """Leave the group, not here but soon; broadcasts under way end."""
-        threading.Thread(target=_leave, args=(self._group, self._stream, self._buffers), name="weight-group", daemon=True).start()
+        threading.Thread(target=_leave, args=(self._group, self._stream, self._buffers), name="weight-group").start()
         self._group, self._buffers = None, []
 
 
