@@ -121,7 +121,7 @@ class Engine:
         self._table, self._store, self._forward = rank.model.table, rank.store, rank.forward
         self._path, self._ring, self._executor = rank.path, rank.ring, rank.executor
         # Kernel by kernel, another rank's launches are at times the slowest of all. Rank 0 would run ahead of those, and give lanes
-        # that have ended to nobody for as long; it waits instead, while the device has all that it can do.
+        # that have ended to nobody for as long; while requests wait for a lane, it waits too. The device has all that it can do.
         self._launches_slowly = self._ranks.size > 1 and device.type == "cuda" and not config.graphs and resolved.run_ahead > 0
         limits = RequestLimits(
             vocab_size=model_config.vocab_size,
@@ -253,7 +253,7 @@ class Engine:
         outputs: list[StepOutput] = []
         last_launch = self._ring.last_launch
         with torch.inference_mode():
-            if self._launches_slowly:
+            if self._launches_slowly and self._scheduler.has_waiting:
                 self._ranks.catch_up()
                 self._ring.await_newest(LAUNCH_GRACE_S)
             # What the device has said since the last step makes this plan: where the host is the slower one, every launch before.

@@ -71,6 +71,11 @@ class Scheduler:
         """Number of admitted requests."""
         return len(self._live) - len(self._waiting)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait for a row."""
+        return bool(self._waiting)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises: InvalidRequest, RequestTooLong, DuplicateRequest; nothing has changed then."""
         if request.request_id in self._live:

@@ -28,7 +28,7 @@ from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, rea
 HOST_BUCKET_BYTES, HOST_BUFFERS = 64 * 2**20, 2
 # By NCCL the copies are so fast that the messages in between count. The engine host receives as many as these at a time: one is on
 # the link, one is being copied there, one's answer is on its way.
-DEVICE_BUCKET_BYTES, DEVICE_BUFFERS = 256 * 2**20, 3
+DEVICE_BUCKET_BYTES, DEVICE_BUFFERS = 512 * 2**20, 3
 MIN_BUCKET_BYTES = 4096
 PREFIX = "areno-weights"
 TRAINER_RANK, GROUP_SIZE = 0, 2

@@ -211,33 +211,47 @@ class WeightIntake:
             yield from stage_pieces(self._engine, body, source, self._engine_device())
 
     def advance(self, for_s: float = 0.0) -> StagedFile | None:
-        """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return the end of one that ended."""
+        """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return the end of one that ended.
+
+        A job whose bytes the device copies makes room for the next.
+        """
+        self.waits = False
         if self._dropped:
             return self._dropped.popleft()
-        self.waits = False
-        if self._copying and (ended := self._go_on(self._copying, 0.0)) is not None:
-            return ended
-        return self._go_on(self._jobs, for_s) if self._jobs and len(self._copying) < MAX_COPYING else None
+        paces: list[Pace] = []
+        # All that the device works on: each comes to its next piece while the others' copies run.
+        for job in tuple(self._copying):
+            outcome = self._go_on(job, 0.0)
+            if isinstance(outcome, StagedFile):
+                self._copying.remove(job)
+                return outcome
+            paces.append(outcome)
+        if self._jobs and len(self._copying) < MAX_COPYING:
+            outcome = self._go_on(self._jobs[0], for_s)
+            if isinstance(outcome, StagedFile):
+                self._jobs.popleft()
+                return outcome
+            if outcome is Pace.COPIES:
+                self._copying.append(self._jobs.popleft())
+            paces.append(outcome)
+        self.waits = bool(paces) and all(pace is Pace.WAIT for pace in paces)
+        return None
 
-    def _go_on(self, jobs: deque[_Job], for_s: float) -> StagedFile | None:
-        """Go on with the first of `jobs`; one whose bytes the device copies makes room for the next."""
-        job, error = jobs[0], None
+    def _go_on(self, job: _Job, for_s: float) -> StagedFile | Pace:
+        """Do a piece of a job, and more of them for `for_s` seconds unless it waits; return what it leaves to be done, or its end."""
+        error = None
         try:
             until = time.monotonic() + for_s
             while (pace := next(job.steps)) is Pace.GO_ON and time.monotonic() < until:
                 pass
-            if pace is Pace.COPIES and jobs is self._jobs:
-                self._copying.append(jobs.popleft())
-            # The oldest that the device works on is looked at first.
-            self.waits = pace is Pace.WAIT and (self.waits or jobs is self._copying or not self._copying)
-            return None
+            return pace
         except StopIteration:
             if job.bucket is not None:
                 number, fingerprint = job.bucket
                 self._staged[number] = fingerprint
         except Exception as raised:
             error = raised
-        jobs.popleft().close()
+        job.close()
         return StagedFile(job.call_id, error)
 
     def inspected(self, update_id: str) -> bool:
