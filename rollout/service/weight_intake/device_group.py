@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 BUFFERS = 3
 # A broadcast that was announced comes at once; what takes longer is looked at now and then.
 SOON_S = 0.05
+ROUND_BYTES = 64 * 2**20
+
+
+def _rounded(size: int) -> int:
+    """Return a size that the next update's buffers have too, so that they come from the allocator's cache."""
+    return 1 << (size - 1).bit_length() if size < ROUND_BYTES else -(-size // ROUND_BYTES) * ROUND_BYTES
 
 
 class _Buffer:
@@ -80,31 +86,34 @@ class DeviceReceiver:
                 f"{BUFFERS} are received at a time",
                 "wait for answers before more is sent",
             )
-        self._make_room(buffer, body)
+        if buffer.memory is None or buffer.memory.numel() < body.size:
+            self._make_room(body)
         self._receive(buffer, body.size)
         self._next += 1
         return DeviceGroupSource(body, buffer, self._timeout_s)
 
-    def _make_room(self, buffer: _Buffer, body: WeightsStageBucket) -> None:
+    def _make_room(self, body: WeightsStageBucket) -> None:
+        """Make every buffer that is free as large as a bucket. Memory comes from the device before a broadcast runs, or waits for it."""
         import torch
 
         from areno.interprocess import DriverFailure, ExportedMemory, export_memory
 
-        if buffer.memory is not None and buffer.memory.numel() >= body.size:
-            return
-        buffer.memory = buffer.exported = None
-        try:
-            with torch.cuda.stream(self._stream):
-                buffer.memory = memory = torch.empty(body.size, dtype=torch.uint8, device=self._devices[0])
-        except torch.OutOfMemoryError as error:
-            limit = str(error).splitlines()[0]
-            raise refused(body.bucket, "the device has no memory to receive it", limit, "send smaller buckets (bucket_bytes)") from None
-        if len(self._devices) == 1:
-            buffer.exported = ExportedMemory(memory.data_ptr(), memory, b"")
-        elif self._shared:
-            with contextlib.suppress(DriverFailure):
-                buffer.exported = export_memory(memory)
-                self._tell(buffer.exported.handle)
+        for buffer in self._buffers:
+            if buffer.taken:
+                continue
+            buffer.memory = buffer.exported = None
+            try:
+                with torch.cuda.stream(self._stream):
+                    buffer.memory = memory = torch.empty(_rounded(body.size), dtype=torch.uint8, device=self._devices[0])
+            except torch.OutOfMemoryError as error:
+                limit = str(error).splitlines()[0]
+                raise refused(body.bucket, "the device has no memory to receive it", limit, "send smaller buckets (bucket_bytes)") from None
+            if len(self._devices) == 1:
+                buffer.exported = ExportedMemory(memory.data_ptr(), memory, b"")
+            elif self._shared:
+                with contextlib.suppress(DriverFailure):
+                    buffer.exported = export_memory(memory)
+                    self._tell(buffer.exported.handle)
 
     def _receive(self, buffer: _Buffer, size: int) -> None:
         import torch
