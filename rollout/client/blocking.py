@@ -329,10 +329,23 @@ class Client:
         return CallHandle(self._call(operation), operation)
 
     def weights_join_group(
-        self, update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None = None
+        self,
+        update_id: str,
+        *,
+        host: str,
+        port: int,
+        backend: str,
+        timeout_s: float,
+        device: bytes | None = None,
+        group: bytes | None = None,
     ) -> CallHandle:
-        """Let the engine host join a process group of two as rank 1; its store is at `host`:`port`. Returns what to wait for."""
-        operation = operations.weights_join_group(update_id, host=host, port=port, backend=backend, timeout_s=timeout_s, device=device)
+        """Let the engine host join a process group of two as rank 1; its store is at `host`:`port`. Returns what to wait for.
+
+        With a name of 16 bytes the `group` is kept for later updates, until one fails, comes another way or by another group.
+        """
+        operation = operations.weights_join_group(
+            update_id, host=host, port=port, backend=backend, timeout_s=timeout_s, device=device, group=group
+        )
         return CallHandle(self._call(operation), operation)
 
     def weights_commit(

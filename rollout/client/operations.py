@@ -279,9 +279,12 @@ def weights_stage_bucket(
     return Operation(op=Op.WEIGHTS_STAGE_BUCKET, read=_nothing, fields=fields, arrays=arrays, control=True)
 
 
-def weights_join_group(update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None) -> Operation[None]:
+def weights_join_group(
+    update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None, group: bytes | None
+) -> Operation[None]:
     """Let the engine host join a process group of two as rank 1."""
-    fields = {"update_id": update_id, "host": host, "port": port, "backend": backend, "timeout_s": float(timeout_s), "device": device}
+    place = {"host": host, "port": port, "backend": backend, "timeout_s": float(timeout_s), "device": device}
+    fields = {"update_id": update_id, **place, **({} if group is None else {"group": group})}
     return Operation(op=Op.WEIGHTS_JOIN_GROUP, read=_nothing, fields=fields, control=True)
 
 

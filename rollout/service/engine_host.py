@@ -164,7 +164,7 @@ class EngineHost:
         self._late_scores: deque[Packet] = deque()
         self._late_commits: deque[Packet] = deque()
         self._paused = False
-        self._asleep = self._keep_again = False
+        self._asleep = self._keep_again = self._waits_for_room = False
         self._wake_at: float | None = None
         self._holds_segments, self._tidied_at = False, 0.0
         self._stopping = False
@@ -196,30 +196,35 @@ class EngineHost:
         facts |= {"eos_ids": [int(one) for one in info.eos_ids]}
         log.info("results of the engine come by %s: %s", info.result_transport, info.result_transport_reason)
         self._outbox.reply(Op.HOST_READY, NO_REQUEST, {"engine": facts, "version": int(self._engine.version)})
-        waits_for_room = False
-        while not self._stopping:
-            if waits_for_room != self._outbox.wants_room:
-                waits_for_room = self._outbox.wants_room
-                self._poller.watch(self._peer, writable=waits_for_room)
-            if self._lost_fd in self._poller.wait(self._timeout_s()):
-                self._engine.check_ranks()
-            self._drain()
-            while self._late_scores and not self._outbox.full:
-                self._handle(self._late_scores.popleft())
-            for _ in range(len(self._late_commits)):
-                self._handle(self._late_commits.popleft())
-            self._wake_when_due()
-            self._tidy_when_due()
-            if self._can_step():
-                self._outbox.add(self._engine.step())
-            elif (self._paused or self._asleep) and not self._outbox.full:
-                # Cancels and deadlines end during a pause too, and what was launched before it is told.
-                self._outbox.add(self._engine.collect())
-            staged = self._intake.advance(0.0 if self._can_step() else IDLE_STAGING_S)
-            if staged is not None:
-                self._answer_staged(staged)
-            self._last.advance()
-            self._outbox.flush(int(self._engine.version))
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._intake.end()
+
+    def _turn(self) -> None:
+        if self._waits_for_room != self._outbox.wants_room:
+            self._waits_for_room = self._outbox.wants_room
+            self._poller.watch(self._peer, writable=self._waits_for_room)
+        if self._lost_fd in self._poller.wait(self._timeout_s()):
+            self._engine.check_ranks()
+        self._drain()
+        while self._late_scores and not self._outbox.full:
+            self._handle(self._late_scores.popleft())
+        for _ in range(len(self._late_commits)):
+            self._handle(self._late_commits.popleft())
+        self._wake_when_due()
+        self._tidy_when_due()
+        if self._can_step():
+            self._outbox.add(self._engine.step())
+        elif (self._paused or self._asleep) and not self._outbox.full:
+            # Cancels and deadlines end during a pause too, and what was launched before it is told.
+            self._outbox.add(self._engine.collect())
+        staged = self._intake.advance(0.0 if self._can_step() else IDLE_STAGING_S)
+        if staged is not None:
+            self._answer_staged(staged)
+        self._last.advance()
+        self._outbox.flush(int(self._engine.version))
 
     def _timeout_s(self) -> float | None:
         """Return how long to wait for messages: not while there is work, a moment while weights are on their way, else until a wake."""
@@ -332,6 +337,7 @@ class EngineHost:
     def _sleep(self, packet: Packet) -> None:
         assert isinstance(packet.body, Sleep)
         self._wake_at = None
+        self._intake.lend()
         self._outbox.add(self._engine.sleep(packet.body.level))
         self._asleep = True
         if packet.body.level == "weights" and self._last.busy:

@@ -97,9 +97,10 @@ class FramesHandle(Message):
 
 
 class GroupHandle(Message):
-    """The bytes come by the group's next broadcast."""
+    """The bytes come by the next broadcast of the group of this name; without a name, of the one joined in this update."""
 
     kind: Literal["group"]
+    group: Token16 | None = None
 
 
 class CudaAllocation(Message):
@@ -133,7 +134,7 @@ class WeightsStageBucket(Message):
 
 
 class WeightsJoinGroup(Message):
-    """Join a process group of two, as rank 1, whose store the trainer keeps at `host`:`port`."""
+    """Join a process group of two, as rank 1, whose store the trainer keeps at `host`:`port`. With a name it outlives its update."""
 
     update_id: Name
     host: Name
@@ -141,3 +142,4 @@ class WeightsJoinGroup(Message):
     backend: Literal["gloo", "nccl"]
     device: Token16 | None = None
     timeout_s: Annotated[float, Field(gt=0, le=3600)]
+    group: Token16 | None = None

@@ -2,8 +2,9 @@
 
 The group is not torch.distributed's default one and not part of the trainer's ranks. For each bucket the service is told what
 comes, then its bytes are broadcast, raw, out of buffers in turn. NCCL where trainer and engine have a device each, gloo otherwise: on
-one shared device NCCL waits for ever, so the engine host refuses it. Invariant: whatever happens to the other side, a wait ends
-within the time-out, and a buffer is written only after its last broadcast.
+one shared device NCCL waits for ever, so the engine host refuses it. The group stays for the next update, unless this one fails or the
+engine host has left it. Invariant: whatever happens to the other side, a wait ends within the time-out, and a buffer is written only
+after its last broadcast.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import secrets
 import socket
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch.distributed as dist
 from trainer_bridge.errors import TransportUnusable
 from trainer_bridge.weights.bucket import PackedBucket, pack
 from trainer_bridge.weights.names import DTYPES
-from trainer_bridge.weights.transport import Bucket, BucketClient, SentCall, reached, unusable
+from trainer_bridge.weights.transport import UNREACHED, Bucket, BucketClient, SentCall, reached, unusable
 
 HOST_BUCKET_BYTES, HOST_BUFFERS = 64 * 2**20, 2
 # By NCCL the copies are so fast that the messages in between count. The engine host receives as many as these at a time: one is on
@@ -133,12 +136,16 @@ class ProcessGroupTransport:
         self._update_id = ""
         self._group: Any = None
         self._store: Any = None
+        self._name = b""
+        self._finalizer: weakref.finalize[..., ProcessGroupTransport] | None = None
         self._lanes: list[_HostLane] | list[_DeviceLane] = []
         self._next = 0
 
     def open(self, info: Any, update_id: str) -> None:
-        """Make the group. Blocks: until the engine host has joined. Raises: TransportUnusable."""
+        """Make the group, or find the last update's. Blocks: until the engine host has joined. Raises: TransportUnusable."""
         self._update_id, self._next = update_id, 0
+        if self._group is not None and self._is_kept():
+            return
         on_devices = self._device is not None and str(info.engine.device).startswith("cuda") and dist.is_nccl_available()
         for backend in ("nccl", "gloo") if on_devices else ("gloo",):
             try:
@@ -159,13 +166,34 @@ class ProcessGroupTransport:
                 self._lanes = [_DeviceLane(self.bucket_bytes, stream) for _ in range(DEVICE_BUFFERS)]
             else:
                 self._lanes = [_HostLane(self.bucket_bytes) for _ in range(HOST_BUFFERS)]
+            # Also at the interpreter's end, while the driver still lives.
+            self._finalizer = weakref.finalize(self, _end, self._group, self._lanes)
             return
 
+    def _is_kept(self) -> bool:
+        """Ask by an empty bucket whether the engine host still has the group; leave it if not."""
+        try:
+            self._announce(PackedBucket((), 0)).result(self._timeout_s)
+        except Exception as error:
+            if getattr(error, "code", None) not in UNREACHED:
+                raise
+            self._leave()
+            self._next = 0
+            return False
+        return True
+
     def _join(self, backend: str) -> None:
+        self._name = secrets.token_bytes(16)
         self._store = dist.TCPStore(self._host, 0, GROUP_SIZE, is_master=True, timeout=self._timeout, wait_for_workers=False)
         device = uuid.UUID(str(torch.cuda.get_device_properties(self._device).uuid)).bytes if backend == "nccl" else None
         call = self._client.weights_join_group(
-            self._update_id, host=self._host, port=self._store.port, backend=backend, timeout_s=self._timeout_s, device=device
+            self._update_id,
+            host=self._host,
+            port=self._store.port,
+            backend=backend,
+            timeout_s=self._timeout_s,
+            device=device,
+            group=self._name,
         )
         made: list[Any] = []
         # Making a group blocks until the other side does the same, and a refusal comes by the call.
@@ -201,26 +229,32 @@ class ProcessGroupTransport:
         lane = self._lanes[self._next % len(self._lanes)]
         lane.settle(self._timeout_s)
         lane.write(packed)
-        lane.call = self._client.weights_stage_bucket(
-            self._update_id, self._next, size=packed.size, pieces=packed.fields(), handle={"kind": "group"}
-        )
+        lane.call = self._announce(packed)
         lane.broadcast(self._group, packed.size)
+
+    def _announce(self, packed: PackedBucket) -> SentCall:
+        handle = {"kind": "group", "group": self._name}
+        call = self._client.weights_stage_bucket(self._update_id, self._next, size=packed.size, pieces=packed.fields(), handle=handle)
         self._next += 1
+        return call
 
     def close(self) -> None:
-        """Wait until everything is staged, and leave the group. Blocks: at most the time-out for each bucket under way."""
+        """Wait until everything is staged. Blocks: at most the time-out for each bucket under way."""
         for ahead in range(len(self._lanes)):
             self._lanes[(self._next + ahead) % len(self._lanes)].settle(self._timeout_s)
-        self._leave()
 
     def abort(self) -> None:
         """Leave the group; what is under way ends with an error that nobody hears."""
         self._leave()
 
     def _leave(self) -> None:
-        group, lanes, self._group, self._store, self._lanes = self._group, self._lanes, None, None, []
+        finalizer, group, lanes = self._finalizer, self._group, self._lanes
+        self._finalizer = self._group = self._store = None
+        self._lanes = []
+        if finalizer is not None:
+            finalizer.detach()
         if group is not None:
-            # The interpreter waits for it at its end, when the driver still lives.
+            # The interpreter waits for it at its end.
             threading.Thread(target=_end, args=(group, lanes), name="weight-group").start()
 
 

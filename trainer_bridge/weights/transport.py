@@ -50,7 +50,15 @@ class BucketClient(Protocol):
     ) -> SentCall: ...
 
     def weights_join_group(
-        self, update_id: str, *, host: str, port: int, backend: str, timeout_s: float, device: bytes | None = None
+        self,
+        update_id: str,
+        *,
+        host: str,
+        port: int,
+        backend: str,
+        timeout_s: float,
+        device: bytes | None = None,
+        group: bytes | None = None,
     ) -> SentCall: ...
 
 

@@ -71,12 +71,14 @@ class DeviceReceiver:
         self._stream = torch.cuda.Stream(devices[0])
         self._buffers = [_Buffer() for _ in range(BUFFERS)]
         self._next = 0
+        self._announced: set[int] = set()
         first = devices[0].index or 0
         self._shared = all(torch.cuda.can_device_access_peer(device.index or 0, first) for device in devices[1:])
 
     def source(self, body: WeightsStageBucket) -> DeviceGroupSource:
         """Launch the broadcast of a bucket, and return the bucket. Raises: BucketRefused."""
-        if not body.size:
+        if not body.size or body.bucket in self._announced:
+            # A number that comes again, for its answer was lost, is broadcast once.
             return DeviceGroupSource(body, None, self._timeout_s)
         buffer = self._buffers[self._next % BUFFERS]
         if buffer.taken:
@@ -89,6 +91,7 @@ class DeviceReceiver:
         if buffer.memory is None or buffer.memory.numel() < body.size:
             self._make_room(body)
         self._receive(buffer, body.size)
+        self._announced.add(body.bucket)
         self._next += 1
         return DeviceGroupSource(body, buffer, self._timeout_s)
 
@@ -131,6 +134,13 @@ class DeviceReceiver:
             buffer.come.record()
         buffer.taken = True
 
+    def rest(self) -> None:
+        """Forget an update that is over; its memory goes back to the allocator."""
+        self._announced.clear()
+        for buffer in self._buffers:
+            assert not buffer.taken, "an update is over when all of its buckets are staged"
+            buffer.memory = buffer.exported = None
+
     def close(self) -> None:
         """Leave the group, not here but soon; broadcasts under way end."""
         threading.Thread(target=_leave, args=(self._group, self._stream, self._buffers), name="weight-group").start()
@@ -147,7 +157,7 @@ def _leave(group: Any, stream: torch.cuda.Stream, buffers: list[_Buffer]) -> Non
 
 
 class DeviceGroupSource:
-    """One bucket that comes by NCCL; without a buffer it is empty."""
+    """One bucket that comes by NCCL; without a buffer it is empty, or one that came before."""
 
     # Whole pieces: a copy on the card is over before a smaller one were launched.
     slice_bytes, stays, own = 2**40, True, True
@@ -157,6 +167,8 @@ class DeviceGroupSource:
 
     def prepare(self) -> Steps:
         """Wait for the broadcast. Raises: BucketRefused."""
+        if self._body.size and self._buffer is None:
+            raise refused(self._body.bucket, "it was not staged when it came first", "a bucket is broadcast once", "begin a new update")
         started = time.monotonic()
         while self._buffer is not None and not self._buffer.come.query():
             waited_s = time.monotonic() - started

@@ -3,7 +3,7 @@
 The group has a store of its own, which the trainer keeps, and nothing to do with the ranks that train or serve. Joining blocks, and
 so does receiving by gloo: each runs in a thread of its own while the engine steps on. By NCCL it is launched (`device_group`). Raw
 bytes travel, never objects. NCCL needs a device for each process: two on one wait for each other for ever, so that is refused.
-Invariant: a broadcast that does not come ends with the group's time-out, and the group ends with its update.
+Invariant: a broadcast that does not come ends with the group's time-out, and a group ends with an update that fails.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def local_address(host: str, port: int) -> str:
 
 
 class GroupLink:
-    """The open update's group; `join` makes it.
+    """The open update's group; `join` makes it. One with a `name` may be used by the next update too.
 
     `devices`: where the engine's ranks are, rank 0 first; `tell` is called with the handle of memory that the others are to open.
     """
@@ -94,7 +94,7 @@ class GroupLink:
                 raise _unavailable("NCCL cannot be used", f"the engine runs on {devices[0].type}")
             if body.device in [device_uuid(device) for device in devices]:
                 raise _unavailable("NCCL is refused", "trainer and engine share one device, where NCCL waits for ever")
-        self._body, self._devices, self._tell = body, devices, tell
+        self._body, self._devices, self._tell, self.name = body, devices, tell, body.group
         self._timeout = datetime.timedelta(seconds=body.timeout_s)
         self._group: Any = None
         self._receiver: DeviceReceiver | HostReceiver | None = None
@@ -137,6 +137,11 @@ class GroupLink:
         """Return the bucket that the next broadcast brings. Raises: TransportUnavailable, BucketRefused."""
         assert self._receiver is not None, "a group is joined before anything comes by it"
         return self._receiver.source(body)
+
+    def rest(self) -> None:
+        """Give back what the update needed that is over."""
+        assert self._receiver is not None, "an update that came by a group has joined it"
+        self._receiver.rest()
 
     def close(self) -> None:
         """Leave the group; a broadcast under way ends with an error."""
@@ -184,6 +189,10 @@ class HostReceiver:
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([self._buffer[:size]], options).wait(datetime.timedelta(seconds=self._timeout_s))
 
+    def rest(self) -> None:
+        """Give the buffer back."""
+        self._buffer = None
+
     def values(self, dtype: str, offset: int, count: int) -> torch.Tensor:
         """Return elements of the last broadcast."""
         import torch
@@ -219,5 +228,7 @@ class HostGroupSource:
 def group_source(body: WeightsStageBucket, link: GroupLink | None) -> BucketSource:
     """Return a bucket that comes by broadcast. Raises: TransportUnavailable without a group, BucketRefused."""
     if link is None:
-        raise _unavailable(f"bucket {body.bucket} is to come by broadcast", "no group was joined in this update")
+        raise _unavailable(
+            f"bucket {body.bucket} is to come by broadcast", "no group was joined in this update, and none is kept by this name"
+        )
     return link.source(body)

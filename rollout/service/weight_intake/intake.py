@@ -99,6 +99,8 @@ class WeightIntake:
         self._device: torch.device | None = None
         self._bounce: HostBounce | None = None
         self._group: GroupLink | None = None
+        # A trainer's group between its updates.
+        self._kept_group: GroupLink | None = None
         self._imports: CudaImports | None = None
         self._segments: MappedSegments | PinnedSegments | None = None
         # Whether nothing can be done but wait.
@@ -161,8 +163,7 @@ class WeightIntake:
 
         def steps() -> Steps:
             yield from link.join()
-            if self._group is not None:
-                self._group.close()
+            self._leave_groups()
             self._group = link
 
         self._jobs.append(_Job(call_id, steps(), lambda: None))
@@ -184,7 +185,9 @@ class WeightIntake:
     def _source(self, body: WeightsStageBucket, content: np.ndarray | None) -> BucketSource:
         handle, device = body.handle, self._engine_device()
         if isinstance(handle, GroupHandle):
-            return group_source(body, self._group)
+            if self._group is None and self._kept_group is not None and handle.group == self._kept_group.name:
+                self._group, self._kept_group = self._kept_group, None
+            return group_source(body, self._group if self._group is not None and handle.group == self._group.name else None)
         if isinstance(handle, CudaHandle):
             if self._imports is None:
                 self._imports = CudaImports(self._rank_devices(), self._engine.open_memory)
@@ -293,6 +296,21 @@ class WeightIntake:
             self._close()
             self._engine.abort_update()
 
+    def lend(self) -> None:
+        """Give back the device memory that is held between updates."""
+        if self._update_id is None:
+            self._leave_groups()
+
+    def end(self) -> None:
+        """Leave what others are waiting in; the engine ends."""
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        for link in (self._group, self._kept_group):
+            if link is not None:
+                link.close()
+        self._group = self._kept_group = None
+
     def tidy(self) -> bool:
         """Give back what is held of trainers that are gone; return whether anything is held between updates."""
         return isinstance(self._segments, PinnedSegments) and self._segments.tidy()
@@ -310,8 +328,12 @@ class WeightIntake:
         self._jobs.clear()
         self._staged.clear()
         self._bounce = None
-        if self._group is not None:
-            self._group.close()
+        kept = self._group if succeeded and self._group is not None and self._group.name is not None else None
+        if kept is not None:
+            kept.rest()
+            self._group = None
+        self._leave_groups()
+        self._kept_group = kept
         if self._imports is not None:
             self._imports.close()
         if succeeded and isinstance(self._segments, PinnedSegments):
@@ -319,7 +341,7 @@ class WeightIntake:
         elif self._segments is not None:
             self._segments.close()
             self._segments = None
-        self._group = self._imports = None
+        self._imports = None
         self.waits = False
         self._update_id = None
 
