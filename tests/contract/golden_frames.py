@@ -163,6 +163,7 @@ GOLDEN = [
         {},
     ),
     Golden("bucket by group", Op.WEIGHTS_STAGE_BUCKET, {**BUCKET, "handle": {"kind": "group"}}, {}),
+    Golden("bucket by kept group", Op.WEIGHTS_STAGE_BUCKET, {**BUCKET, "handle": {"kind": "group", "group": REQUEST_ID}}, {}),
     Golden(
         "bucket on the card",
         Op.WEIGHTS_STAGE_BUCKET,
@@ -176,6 +177,12 @@ GOLDEN = [
         "join group",
         Op.WEIGHTS_JOIN_GROUP,
         {"update_id": "u", "host": "h", "port": 4000, "backend": "gloo", "device": None, "timeout_s": 2.0},
+        {},
+    ),
+    Golden(
+        "join kept group",
+        Op.WEIGHTS_JOIN_GROUP,
+        {"update_id": "u", "host": "h", "port": 4000, "backend": "nccl", "device": REQUEST_ID, "timeout_s": 2.0, "group": OTHER_ID},
         {},
     ),
     Golden(
