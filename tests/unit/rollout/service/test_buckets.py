@@ -21,7 +21,7 @@ from rollout.wire.messages import parse_fields
 from rollout.wire.weight_handles import WeightsStageBucket
 from tests.bucket_pieces import columns
 from tests.fakes import TENSORS, FakeEngine
-from trainer_bridge.weights.memory import HEAD, MAGIC, SHARED_FOLDER, Segment, file_segment, sealed_segment
+from trainer_bridge.weights.memory import HEAD, MAGIC, PREFIX, SHARED_FOLDER, Segment, file_segment, sealed_segment, start_time
 
 NONE = np.empty(0, np.int64)
 NO_CANARIES = (NONE, NONE, np.empty(0, np.float32), [])
@@ -40,7 +40,7 @@ def filled(segment: Segment) -> Iterator[Segment]:
 
 @pytest.fixture
 def in_file() -> Iterator[Segment]:
-    yield from filled(file_segment(f"areno-push-{os.getpid()}-0-{os.urandom(8).hex()}-0", 4096))
+    yield from filled(file_segment(f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{os.urandom(8).hex()}-0", 4096))
 
 
 @pytest.fixture
