@@ -159,8 +159,9 @@ class Updates:
     def settle_slices(self) -> None:
         """As `Engine.settle_slices`."""
         with device_errors("while slices were staged", out_of_memory=_no_room("stage", "slices")):
+            update = self._open_update()
             self._tell_launch()
-            self._open_update().settle_slices()
+            update.settle_slices()
             self._ranks.wait_for_entry(self._copied_by)
 
     def inspect(self) -> bool:

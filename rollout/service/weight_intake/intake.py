@@ -79,9 +79,16 @@ class _Job:
     bucket: tuple[int, bytes] | None = None
     num_bytes: int = 0
 
+    def repeats(self, other: _Job) -> bool:
+        return self.bucket is not None and other.bucket is not None and self.bucket[0] == other.bucket[0]
+
     def close(self) -> None:
         self.steps.close()
         self.release()
+
+
+def _nothing() -> None:
+    """What a job without resources of its own gives back."""
 
 
 class WeightIntake:
@@ -143,8 +150,6 @@ class WeightIntake:
         """Queue a bucket; `advance` stages it and reports. Raises: NoUpdate, BucketRefused, TransportUnavailable."""
         self._mine(body.update_id)
         check_pieces(body)
-        source = self._source(body, content)
-        fingerprint = xxhash.xxh3_128_digest(body.model_dump_json(include={"size", "pieces", "xxh3"}).encode())
         queued = 0 if content is None else content.nbytes
         if queued and queued + sum(job.num_bytes for job in self._jobs) > MAX_QUEUED_BYTES:
             raise BucketRefused(
@@ -154,7 +159,14 @@ class WeightIntake:
                 limit=f"at most {MAX_QUEUED_BYTES} bytes wait to be staged",
                 remedy="wait for answers before more is sent",
             )
-        self._jobs.append(_Job(call_id, self._stage_bucket(body, fingerprint, source), source.close, (body.bucket, fingerprint), queued))
+        fingerprint = xxhash.xxh3_128_digest(body.model_dump_json(include={"size", "pieces", "xxh3"}).encode())
+        if self._came_before(body.bucket):
+            # What it would be read from may be gone, or no other broadcast may come, so nothing is opened while it may be staged already.
+            steps, release = self._stage_again(body, fingerprint, content), _nothing
+        else:
+            source = self._source(body, content)
+            steps, release = stage_pieces(self._engine, body, source, self._engine_device()), source.close
+        self._jobs.append(_Job(call_id, steps, release, (body.bucket, fingerprint), queued))
 
     def join_group(self, call_id: bytes, body: WeightsJoinGroup) -> None:
         """Queue the joining of a process group; `advance` reports. Raises: NoUpdate, TransportUnavailable."""
@@ -166,7 +178,7 @@ class WeightIntake:
             self._leave_groups()
             self._group = link
 
-        self._jobs.append(_Job(call_id, steps(), lambda: None))
+        self._jobs.append(_Job(call_id, steps(), _nothing))
 
     def _engine_device(self) -> torch.device:
         if self._device is None:
@@ -200,9 +212,17 @@ class WeightIntake:
             self._segments = PinnedSegments() if device.type == "cuda" else MappedSegments()
         return SegmentSource(body, handle, self._bounce, self._segments)
 
-    def _stage_bucket(self, body: WeightsStageBucket, fingerprint: bytes, source: BucketSource) -> Steps:
+    def _came_before(self, bucket: int) -> bool:
+        """Return whether a bucket of this number is staged or under way."""
+        return bucket in self._staged or any(job.bucket is not None and job.bucket[0] == bucket for job in (*self._copying, *self._jobs))
+
+    def _stage_again(self, body: WeightsStageBucket, fingerprint: bytes, content: np.ndarray | None) -> Steps:
+        """Stage a bucket that came before, whose earlier calls are answered by now; only if all of them failed is it taken again."""
         known = self._staged.get(body.bucket)
-        if known is not None and known != fingerprint:
+        if known is None:
+            with contextlib.closing(self._source(body, content)) as source:
+                yield from stage_pieces(self._engine, body, source, self._engine_device())
+        elif known != fingerprint:
             raise BucketRefused(
                 f"bucket {body.bucket} was staged with other tensors",
                 field="bucket",
@@ -210,8 +230,13 @@ class WeightIntake:
                 limit="a number names one bucket of an update",
                 remedy="number buckets one by one, and send a bucket again as it was",
             )
-        if known is None:
-            yield from stage_pieces(self._engine, body, source, self._engine_device())
+
+    def _next_job(self) -> _Job | None:
+        """Return the oldest job that may begin or go on: not beside another call of its bucket, nor beside too many others."""
+        if not self._jobs or len(self._copying) >= MAX_COPYING:
+            return None
+        job = self._jobs[0]
+        return None if any(job.repeats(other) for other in self._copying) else job
 
     def advance(self, for_s: float = 0.0) -> StagedFile | None:
         """Do one piece of the oldest job, and more of them for `for_s` seconds unless it waits; return the end of one that ended.
@@ -229,8 +254,9 @@ class WeightIntake:
                 self._copying.remove(job)
                 return outcome
             paces.append(outcome)
-        if self._jobs and len(self._copying) < MAX_COPYING:
-            outcome = self._go_on(self._jobs[0], for_s)
+        oldest = self._next_job()
+        if oldest is not None:
+            outcome = self._go_on(oldest, for_s)
             if isinstance(outcome, StagedFile):
                 self._jobs.popleft()
                 return outcome
@@ -254,6 +280,9 @@ class WeightIntake:
                 self._staged[number] = fingerprint
         except Exception as raised:
             error = raised
+            if job.bucket is not None:
+                # Of what it was to copy a part may be under way, or wait to be launched with the next bucket's.
+                self._settle()
         job.close()
         return StagedFile(job.call_id, error)
 
@@ -315,11 +344,14 @@ class WeightIntake:
         """Give back what is held of trainers that are gone; return whether anything is held between updates."""
         return isinstance(self._segments, PinnedSegments) and self._segments.tidy()
 
+    def _settle(self) -> None:
+        """Wait until the device copies from nothing that is given back. An engine that cannot say so is of no use, or has no update."""
+        with contextlib.suppress(Exception):
+            self._engine.settle_slices()
+
     def _close(self, *, succeeded: bool = False) -> None:
         if self._copying or self._jobs:
-            # The device may still copy from what is given back here. An engine that cannot say so is of no use, or has no update.
-            with contextlib.suppress(Exception):
-                self._engine.settle_slices()
+            self._settle()
         for job in (*self._copying, *self._jobs):
             job.close()
             error = NoUpdate("the update ended before this was staged", field="update_id", value=self._update_id)
