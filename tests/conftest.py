@@ -15,8 +15,13 @@ import pytest
 
 # Set before anything imports torch or numpy; child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-if not any("tests/gpu" in argument for argument in sys.argv):
-    os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+# Workers of pytest-xdist have other arguments, and inherit this.
+ON_DEVICE = "ARENO_TESTS_ON_DEVICE"
+if ON_DEVICE not in os.environ:
+    if any("tests/gpu" in argument for argument in sys.argv):
+        os.environ[ON_DEVICE] = "1"
+    else:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 # A shell that starts the tests in the background has them ignore interrupts, and all that they start with them.
