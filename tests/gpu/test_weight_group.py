@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rollout
-from tests.gpu.trainer_process import started, trainer
+from tests.fixtures_models import reference_logprobs, tiny_model, write_checkpoint
+from tests.gpu.trainer_process import REPOSITORY, started, trainer
 
 pytestmark = pytest.mark.gpu
 LEASE_S = 2.0
+TRAINER_RANKS = 2
+IDS = list(range(3, 40))
 
 
 def cards(needed: int) -> str:
@@ -56,3 +64,35 @@ def test_a_trainer_killed_in_a_bucket_leaves_the_old_weights_and_nothing_else(
         time.sleep(2 * LEASE_S)
         reports = trainer(client.address, folder, "group", device=device, pushes=1)
         assert "nccl" in reports[0]["reason"] and client.info().version == reports[0]["version"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trainer_of_two_ranks_sends_what_it_has_gathered(tmp_path: Path, tp: int) -> None:
+    cards(tp + TRAINER_RANKS)
+    folder = tmp_path / "tiny"
+    write_checkpoint(folder, "llama", seed=0)
+    with rollout.local(str(folder), device="cuda", dtype="float32", tp=tp, max_rows=4, start_timeout_s=200.0) as client:
+        arguments = [str(TRAINER_RANKS), str(tp), str(tmp_path), str(client.address), "group"]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "tests.gpu.sharded_trainer", str(rank), *arguments],
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), *sys.path[1:]))},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(TRAINER_RANKS)
+        ]
+        try:
+            ended = [rank.communicate(timeout=150) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * TRAINER_RANKS, [said[-2000:] for _, said in ended]
+        reports = json.loads(ended[0][0].splitlines()[-1])
+        assert all(report["transport"] == "group" and "nccl" in report["reason"] for report in reports), reports
+        assert all(report["changed_tensors"] == report["num_tensors"] and report["canary_gap"] < 1e-3 for report in reports)
+        model = tiny_model("llama", seed=0)
+        model.load_state_dict(load_file(tmp_path / "whole.safetensors"))
+        assert np.abs(client.score(IDS).token_logprobs - reference_logprobs(model, IDS)).max() < 1e-3
