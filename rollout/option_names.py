@@ -4,7 +4,7 @@ Python's own answer is a bare TypeError, which no handler of the package's error
 classes and functions whose parameters are spelled out; what takes names as data asks `unknown_name`. A TypeError from inside the
 call passes through as it is.
 
-The engine and the service each have this module, alike but for the package that it imports from, because neither imports the other.
+Engine, service and bridge each have this module, alike but for their errors and the bridge's table, because none imports another.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.errors import InvalidBatch, shown
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.samples import SampleStatus, TrainingSample
 from trainer_bridge.turns import is_count, is_finite, listed
 
@@ -41,6 +42,7 @@ def _entries(name: str, given: Any) -> list[Any]:
     return given.tolist() if hasattr(given, "tolist") else entries
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def group_advantages(
     rewards: Sequence[float | None] | np.ndarray, groups: Sequence[Hashable], *, ddof: int = DEFAULT_DDOF, eps: float = DEFAULT_EPS
 ) -> np.ndarray:
@@ -106,6 +108,7 @@ def _normalised(group: np.ndarray, ddof: int, eps: float) -> np.ndarray:
     return (scaled - scaled.mean()) / (scaled.std(ddof=ddof) + scaled_eps)
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def sample_advantages(samples: Sequence[TrainingSample], *, ddof: int = DEFAULT_DDOF, eps: float = DEFAULT_EPS) -> np.ndarray:
     """Return each sample's group advantage, float64 [len(samples)].
 
@@ -233,6 +236,7 @@ def _check_layout(*, pad_id: object, pad_side: object, packed: object, multiple_
             raise InvalidBatch(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy="use the default")
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def collate(
     samples: Sequence[TrainingSample],
     advantages: Sequence[float] | np.ndarray | None = None,

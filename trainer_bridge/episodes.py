@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trainer_bridge.errors import InvalidSample
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.samples import SampleStatus, TrainingSample
 from trainer_bridge.turns import RowLike
 
@@ -79,6 +80,7 @@ def _check_once(rows: Sequence[RowLike]) -> None:
             seen.add(request_id)
 
 
+@checks_names(InvalidSample, OTHER_OPTIONS)
 def samples_of(
     result: ResultLike,
     *,
@@ -119,6 +121,7 @@ def samples_of(
     return rows or [TrainingSample.empty(reward=reward, group_id=group_id, member=member, status=status, info=facts)]
 
 
+@checks_names(InvalidSample, OTHER_OPTIONS)
 def samples_of_group(
     group: GroupLike, *, group_id: Hashable = 0, info: Mapping[str, Any] | None = None, cancelled_reward: float | None = None
 ) -> list[TrainingSample]:

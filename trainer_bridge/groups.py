@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from trainer_bridge.errors import InvalidSample
+from trainer_bridge.errors import InvalidOption, InvalidSample
+from trainer_bridge.option_names import checks_names
 from trainer_bridge.samples import SampleStatus, TrainingSample
 
 P = TypeVar("P")
@@ -93,6 +94,7 @@ def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None
         )
 
 
+@checks_names(InvalidOption)
 def each_member(
     run_episode: Callable[[GroupTask[P], int], Awaitable[TrainingSample | Sequence[TrainingSample]]],
 ) -> Callable[[GroupTask[P]], Awaitable[list[TrainingSample]]]:

@@ -12,9 +12,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from trainer_bridge.errors import InvalidOption, shown
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.weights.push import PushReport, WeightPush
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 def after_step_hook(
     optimizer: torch.optim.Optimizer, push: WeightPush, *, every: int = 1, on_report: Callable[[PushReport], None] | None = None
 ) -> RemovableHandle:

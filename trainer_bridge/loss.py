@@ -15,12 +15,14 @@ import torch
 
 from trainer_bridge.batch import Batch
 from trainer_bridge.errors import InvalidBatch, KeptSetsMissing, shown
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.turns import is_count, is_finite
 
 MAX_LOG_RATIO = 20.0
 MAX_CLIP = 1e9
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = True) -> torch.Tensor:
     """Return the log-probability of each token under the model, float32 [S, T], 0 where nothing was sampled.
 
@@ -89,6 +91,7 @@ class PolicyLoss:
     mean_abs_log_ratio: float
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def policy_loss(
     new_logprobs_ST: torch.Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2, num_tokens: int | None = None
 ) -> PolicyLoss:
@@ -173,6 +176,7 @@ class LogprobGap:
         )
 
 
+@checks_names(InvalidBatch, OTHER_OPTIONS)
 def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch, *, over_kept: bool = True) -> LogprobGap:
     """Compare the trainer's log-probabilities with those that the rollout reported.
 

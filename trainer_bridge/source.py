@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from trainer_bridge.errors import InvalidOption, SourceClosed, shown
 from trainer_bridge.flight import GroupFlight
 from trainer_bridge.groups import GroupTask, P, RolloutGroup
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.options import SourceOptions, SourceStats
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.turns import is_finite
@@ -52,6 +53,7 @@ def _check_arguments(prompts: object, run_group: object, version: object, safe_p
             raise InvalidOption(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy=remedy)
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 class RolloutSource(Generic[P]):
     """Yield groups of samples for training steps while further groups are played.
 
@@ -128,6 +130,7 @@ class RolloutSource(Generic[P]):
         """Start playing before the first `next` (which does so by itself). Does nothing when called again."""
         self._ask(self._flight.start())
 
+    @checks_names(InvalidOption, OTHER_OPTIONS)
     def next(self, n_groups: int = 1, *, timeout_s: float | None = None) -> list[RolloutGroup[P]]:
         """Return the next `n_groups` groups, lowest prompt number first.
 
@@ -153,6 +156,7 @@ class RolloutSource(Generic[P]):
             self._withdraw(taken)
             raise
 
+    @checks_names(InvalidOption, OTHER_OPTIONS)
     async def next_async(self, n_groups: int = 1) -> list[RolloutGroup[P]]:
         """Await the next groups from any event loop. Raises: as `next`."""
         self._check_count(n_groups)

@@ -232,10 +232,12 @@ class Client:
         """Return the log-probabilities of given ids. Blocks."""
         return self._run(operations.score(ids, temperature))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def cancel(self, request_id: bytes) -> CancelResult:
         """End a generation of this client; idempotent. Blocks."""
         return self._run(operations.cancel(request_id, self._connection.to_cancel))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def tool_wait(self, lineage: str, expect_s: float, *, cache_salt: str | None = None) -> None:
         """Say that the next request of `lineage` is expected in about `expect_s` seconds, because its tool runs: its KV goes last.
 
@@ -260,6 +262,7 @@ class Client:
         """Drop this client's pause; idempotent. Blocks. Raises: PauseHeld, naming the holder, if only others paused."""
         self._run(operations.resume())
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def sleep(self, level: str = "kv") -> None:
         """Let the engine give the memory of its KV ("kv"), or of KV and weights ("weights"), back until `wake` or this client's end.
 
@@ -279,6 +282,7 @@ class Client:
         """End the service. Blocks."""
         self._run(operations.shutdown())
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_begin(
         self,
         manifest: Mapping[str, Mapping[str, Any]] | None,
@@ -301,6 +305,7 @@ class Client:
             self._connection.forget(call)
             raise
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None, timeout_s: float | None = None) -> None:
         """Stage a safetensors file below `info().weights_dir`. Blocks: at most `timeout_s`, if that is given.
 
@@ -309,6 +314,7 @@ class Client:
         operation = operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3)
         CallHandle(self._call(operation), operation).result(timeout_s)
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_stage_bucket(
         self,
         update_id: str,
@@ -328,6 +334,7 @@ class Client:
         operation = operations.weights_stage_bucket(update_id, bucket, size=size, pieces=pieces, handle=handle, xxh3=xxh3, content=content)
         return CallHandle(self._call(operation), operation)
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_join_group(
         self,
         update_id: str,
@@ -348,6 +355,7 @@ class Client:
         )
         return CallHandle(self._call(operation), operation)
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_commit(
         self,
         update_id: str,
@@ -368,6 +376,7 @@ class Client:
         operation = operations.weights_commit(update_id, digests=digests, canaries=canaries, mode=mode, drain_s=drain_s)
         return cast(UpdateReport, CallHandle(self._call(operation), operation).result(timeout_s))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_abort(self, update_id: str, *, timeout_s: float | None = None) -> None:
         """Drop an update; idempotent. Blocks: at most `timeout_s`, if that is given. Raises: ServerUnavailable after it."""
         operation = operations.weights_abort(update_id)

@@ -226,10 +226,12 @@ class AsyncClient:
         """Return the log-probabilities of given ids."""
         return await self._run(operations.score(ids, temperature))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def cancel(self, request_id: bytes) -> CancelResult:
         """End a generation of this client; idempotent."""
         return await self._run(operations.cancel(request_id, self._connection.to_cancel))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     def tool_wait(self, lineage: str, expect_s: float, *, cache_salt: str | None = None) -> None:
         """Say that the next request of `lineage` is expected in about `expect_s` seconds, because its tool runs: its KV goes last.
 
@@ -254,6 +256,7 @@ class AsyncClient:
         """Drop this client's pause; idempotent. Raises: PauseHeld, naming the holder, if only others paused."""
         await self._run(operations.resume())
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def sleep(self, level: str = "kv") -> None:
         """Let the engine give the memory of its KV ("kv"), or of KV and weights ("weights"), back until `wake` or this client's end.
 
@@ -273,6 +276,7 @@ class AsyncClient:
         """End the service."""
         await self._run(operations.shutdown())
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def weights_begin(
         self,
         manifest: Mapping[str, Mapping[str, Any]] | None,
@@ -294,10 +298,12 @@ class AsyncClient:
             self._connection.forget(call)
             raise
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:
         """Stage a safetensors file below `info().weights_dir`. Raises: WeightsFileRefused, ManifestMismatch, NoUpdate."""
         await self._run(operations.weights_stage_file(update_id, path, size=size, xxh3=xxh3))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def weights_commit(
         self,
         update_id: str,
@@ -314,6 +320,7 @@ class AsyncClient:
         """
         return await self._run(operations.weights_commit(update_id, digests=digests, canaries=canaries, mode=mode, drain_s=drain_s))
 
+    @checks_names(InvalidRequest, OTHER_NAMES)
     async def weights_abort(self, update_id: str) -> None:
         """Drop an update; idempotent."""
         await self._run(operations.weights_abort(update_id))

@@ -28,6 +28,7 @@ from rollout.client.loading_line import loading_line
 from rollout.config import ServiceConfig
 from rollout.errors import HostFailed, InvalidConfig, error_from_fields
 from rollout.keys import LOCAL, KeyFolder
+from rollout.option_names import OTHER_OPTIONS, checks_names
 from rollout.state import StateFolder
 
 STOP_WAIT_S = 10.0
@@ -199,6 +200,7 @@ def _first_line(pipe: IO[bytes], deadline: float) -> bytes | None:
     return data.split(b"\n", 1)[0]
 
 
+@checks_names(InvalidConfig, OTHER_OPTIONS)
 def local(model: str, *, start_timeout_s: float = 120.0, timeout_s: float = 10.0, **options: Any) -> LocalService:
     """Return a service for a `with` block: `with rollout.local(path, max_rows=32) as client: ...`.
 
@@ -207,5 +209,11 @@ def local(model: str, *, start_timeout_s: float = 120.0, timeout_s: float = 10.0
     """
     unknown = [name for name in options if name in ("engine", "engine_options", "watch_parent")]
     if unknown:
-        raise InvalidConfig(f"option {unknown[0]!r} is only for JSON configs", field=unknown[0], remedy="leave it out")
+        raise InvalidConfig(
+            f"option {unknown[0]!r} is only for JSON configs",
+            field=unknown[0],
+            value=options[unknown[0]],
+            limit="a service of one's own sets it by itself",
+            remedy="leave it out",
+        )
     return LocalService(model, start_timeout_s=start_timeout_s, timeout_s=timeout_s, options=options)

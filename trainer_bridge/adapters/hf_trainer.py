@@ -11,9 +11,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trainer_bridge.errors import InvalidOption
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.weights.push import PushReport, WeightPush
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 class PushCallback(TrainerCallback):
     """Push when training begins, after every `every`-th optimizer step, and at the end if steps were made since.
 

@@ -27,6 +27,7 @@ import torch
 from trainer_bridge.batch import sample_advantages
 from trainer_bridge.errors import InvalidBatch, InvalidOption, RolloutShortfall, SourceClosed
 from trainer_bridge.groups import derive_seed
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.source import RolloutSource
 from trainer_bridge.weights.proof import CanaryFunction
@@ -54,6 +55,7 @@ def episode_reward(completions: Sequence[Any], episode_reward: Sequence[float], 
     return [float(reward) for reward in episode_reward]
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 class EpisodeRollouts:
     """A `rollout_func` for GRPOTrainer: `GRPOTrainer(..., rollout_func=EpisodeRollouts(play, push), reward_funcs=episode_reward)`.
 
@@ -168,6 +170,7 @@ class ScoredRow:
     enqueued_at: float | None = None
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 class EpisodeWorker:
     """A `rollout_worker` for AsyncGRPOTrainer that takes finished groups of a `RolloutSource`.
 
@@ -261,6 +264,7 @@ class EpisodeWorker:
             )
 
 
+@checks_names(InvalidOption, OTHER_OPTIONS)
 class ServiceWeightTransfer:
     """A `weight_transfer` for AsyncGRPOTrainer, beside an `EpisodeWorker`.
 

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from trainer_bridge.errors import UnpushableTensor
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.weights.names import PEFT_PREFIX, plain_name
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
 _SAVED = "modules_to_save"
 
 
+@checks_names(UnpushableTensor, OTHER_OPTIONS)
 def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return base + scale * (b @ a) in fp32; cast it once, to the serving dtype. `base` is not written.
 

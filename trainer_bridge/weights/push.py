@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.errors import InvalidOption, PushWarning
+from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.options import MODES, check_push_arguments, check_push_options, checked_canary_ids
 from trainer_bridge.outage import outage_code
 from trainer_bridge.weights.changes import ChangeWatch
@@ -46,6 +47,12 @@ log = logging.getLogger("trainer_bridge.push")
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 120.0
 Wait = Literal["published", "staged"]
+# What belongs to the other of the two calls.
+_OF_PUSH = {name: f"push({name}=...) takes it" for name in ("trainer_step", "partial", "mode", "drain_s", "wait", "canary")}
+_OF_INIT = {
+    name: f"WeightPush(client, model, {name}=...) takes it"
+    for name in ("canary_ids", "autocast", "allow_unchanged", "transport", "bucket_bytes", "timeout_s", "process_group")
+}
 
 
 @dataclass(slots=True)
@@ -64,6 +71,7 @@ class _Update:
     canaries: list[CanaryRecord] = field(default_factory=list)
 
 
+@checks_names(InvalidOption, {**OTHER_OPTIONS, **_OF_PUSH})
 class WeightPush:
     """Push a model's weights, with proof.
 
@@ -181,6 +189,7 @@ class WeightPush:
         wait: Literal["staged"],
     ) -> PendingPush: ...
 
+    @checks_names(InvalidOption, {**OTHER_OPTIONS, **_OF_INIT})
     def push(
         self,
         named_parameters: NamedParameters | None = None,
