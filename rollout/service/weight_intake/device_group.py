@@ -102,7 +102,7 @@ class DeviceReceiver:
         from areno.interprocess import DriverFailure, ExportedMemory, export_memory
 
         for buffer in self._buffers:
-            if buffer.taken:
+            if buffer.taken or (buffer.memory is not None and buffer.memory.numel() >= body.size):
                 continue
             buffer.memory = buffer.exported = None
             try:

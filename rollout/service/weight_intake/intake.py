@@ -103,6 +103,8 @@ class WeightIntake:
         # Calls whose staging ended with their update; `advance` reports them.
         self._dropped: deque[StagedFile] = deque()
         self._staged: dict[int, bytes] = {}
+        # Whether a bucket was refused since the group was joined: its broadcast may come yet, or be taken for another's.
+        self._refused = False
         self._device: torch.device | None = None
         self._bounce: HostBounce | None = None
         self._group: GroupLink | None = None
@@ -149,6 +151,13 @@ class WeightIntake:
     def stage_bucket(self, call_id: bytes, body: WeightsStageBucket, content: np.ndarray | None) -> None:
         """Queue a bucket; `advance` stages it and reports. Raises: NoUpdate, BucketRefused, TransportUnavailable."""
         self._mine(body.update_id)
+        try:
+            self._jobs.append(self._bucket_job(call_id, body, content))
+        except Exception:
+            self._refused = True
+            raise
+
+    def _bucket_job(self, call_id: bytes, body: WeightsStageBucket, content: np.ndarray | None) -> _Job:
         check_pieces(body)
         queued = 0 if content is None else content.nbytes
         if queued and queued + sum(job.num_bytes for job in self._jobs) > MAX_QUEUED_BYTES:
@@ -166,7 +175,7 @@ class WeightIntake:
         else:
             source = self._source(body, content)
             steps, release = stage_pieces(self._engine, body, source, self._engine_device()), source.close
-        self._jobs.append(_Job(call_id, steps, release, (body.bucket, fingerprint), queued))
+        return _Job(call_id, steps, release, (body.bucket, fingerprint), queued)
 
     def join_group(self, call_id: bytes, body: WeightsJoinGroup) -> None:
         """Queue the joining of a process group; `advance` reports. Raises: NoUpdate, TransportUnavailable."""
@@ -176,7 +185,7 @@ class WeightIntake:
         def steps() -> Steps:
             yield from link.join()
             self._leave_groups()
-            self._group = link
+            self._group, self._refused = link, False
 
         self._jobs.append(_Job(call_id, steps(), _nothing))
 
@@ -281,6 +290,7 @@ class WeightIntake:
         except Exception as raised:
             error = raised
             if job.bucket is not None:
+                self._refused = True
                 # Of what it was to copy a part may be under way, or wait to be launched with the next bucket's.
                 self._settle()
         job.close()
@@ -360,7 +370,7 @@ class WeightIntake:
         self._jobs.clear()
         self._staged.clear()
         self._bounce = None
-        kept = self._group if succeeded and self._group is not None and self._group.name is not None else None
+        kept = self._group if succeeded and not self._refused and self._group is not None and self._group.name is not None else None
         if kept is not None:
             kept.rest()
             self._group = None
@@ -374,7 +384,7 @@ class WeightIntake:
             self._segments.close()
             self._segments = None
         self._imports = None
-        self.waits = False
+        self.waits = self._refused = False
         self._update_id = None
 
 
