@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import rollout
 from rollout.errors import RolloutError
 from tests.fixtures_models import reference_logprobs, tiny_model, write_checkpoint
 from trainer_bridge import PushError, WeightPush
+from trainer_bridge.errors import TransportUnusable
+from trainer_bridge.weights.process_group import ProcessGroupTransport
 
 torch.set_num_threads(1)
 IDS = list(range(3, 30))
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +136,53 @@ def test_the_service_refuses_a_bucket_of_a_group_that_it_does_not_have(client: A
         assert error.value.code == "transport_unavailable" and error.value.remedy
     client.weights_abort(ticket.update_id)
     assert client.info().version == version
+
+
+FORKING = """
+import os, sys, time
+import rollout
+from safetensors.torch import load_file
+from trainer_bridge import WeightPush
+
+address, weights = sys.argv[1:]
+client = rollout.connect(address)
+push = WeightPush(client, transport="group", allow_unchanged=True)
+push.push(list(load_file(weights).items()))
+children = []
+for leave in (lambda: None, lambda: push._transport.abort()):
+    child = os.fork()
+    if not child:
+        leave()
+        sys.exit(7)
+    children.append(child)
+deadline, codes = time.monotonic() + 20.0, []
+for child in children:
+    done = 0
+    while not done and time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+    if not done:
+        os.kill(child, 9)
+    codes.append(os.waitstatus_to_exitcode(status) if done else "hangs")
+push.push(list(load_file(weights).items()))
+print(codes, flush=True)
+"""
+
+
+def test_a_process_that_a_trainer_forked_ends_and_leaves_the_group_to_it(client: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    save_file({name: tensor.detach() for name, tensor in model_of(62).named_parameters()}, weights)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", FORKING, str(client.address), str(weights)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "[7, 7]\n", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_the_trainers_is_refused_at_once_and_the_next_push_works(client: Any, host: str) -> None:
+    version, started = client.info().version, time.monotonic()
+    with pytest.raises(TransportUnusable, match="no store can be kept at") as refused:
+        WeightPush(client, model_of(63), transport=ProcessGroupTransport(client, host=host)).push()
+    assert time.monotonic() - started < 5.0 and refused.value.value == host and "host=..." in str(refused.value.remedy)
+    assert client.info().version == version
+    WeightPush(client, model_of(63), transport="group", allow_unchanged=True).push()

@@ -10,6 +10,7 @@ after its last broadcast.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
 import secrets
@@ -167,7 +168,7 @@ class ProcessGroupTransport:
             else:
                 self._lanes = [_HostLane(self.bucket_bytes) for _ in range(HOST_BUFFERS)]
             # Also at the interpreter's end, while the driver still lives.
-            self._finalizer = weakref.finalize(self, _end, self._group, self._lanes)
+            self._finalizer = weakref.finalize(self, _end, self._group, self._lanes, os.getpid())
             return
 
     def _is_kept(self) -> bool:
@@ -184,7 +185,11 @@ class ProcessGroupTransport:
 
     def _join(self, backend: str) -> None:
         self._name = secrets.token_bytes(16)
-        self._store = dist.TCPStore(self._host, 0, GROUP_SIZE, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        try:
+            check_own(self._host)
+            self._store = dist.TCPStore(self._host, 0, GROUP_SIZE, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            raise unusable("group", f"no store can be kept at {self._host}: {error}", REMEDY, value=self._host) from error
         device = uuid.UUID(str(torch.cuda.get_device_properties(self._device).uuid)).bytes if backend == "nccl" else None
         call = self._client.weights_join_group(
             self._update_id,
@@ -248,18 +253,23 @@ class ProcessGroupTransport:
         self._leave()
 
     def _leave(self) -> None:
-        finalizer, group, lanes = self._finalizer, self._group, self._lanes
-        self._finalizer = self._group = self._store = None
+        finalizer, self._finalizer = self._finalizer, None
+        self._group = self._store = None
         self._lanes = []
-        if finalizer is not None:
-            finalizer.detach()
-        if group is not None:
+        ending = None if finalizer is None else finalizer.detach()
+        if ending is not None:
             # The interpreter waits for it at its end.
-            threading.Thread(target=_end, args=(group, lanes), name="weight-group").start()
+            threading.Thread(target=_end, args=ending[2], name="weight-group").start()
 
 
-def _end(group: Any, lanes: list[_HostLane] | list[_DeviceLane]) -> None:
-    """End a group, which takes longer than a bucket; its buffers go only when nothing reads them any more."""
+def _end(group: Any, lanes: list[_HostLane] | list[_DeviceLane], process: int) -> None:
+    """End a group, which takes longer than a bucket; its buffers go only when nothing reads them any more.
+
+    In a process that was forked off the one that made it, it is left as it is: its threads are not there to be ended.
+    """
+    if os.getpid() != process:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return
     with contextlib.suppress(RuntimeError, AttributeError):
         group.abort()
     with contextlib.suppress(RuntimeError):
@@ -291,6 +301,13 @@ def _defaults_in_environment() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+def check_own(host: str) -> None:
+    """Check that this machine has the address; a store elsewhere would be waited for in vain. Raises: OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.bind(place)
 
 
 def own_address(address: str) -> str:
