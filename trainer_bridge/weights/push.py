@@ -114,6 +114,14 @@ class WeightPush:
                 limit="a push blocks its caller, so it needs the blocking client",
                 remedy="pass rollout.connect(), or the client whose .aio this one is",
             )
+        if client is not None and not callable(getattr(client, "weights_begin", None)):
+            raise InvalidOption(
+                f"client is a {type(client).__name__}",
+                field="client",
+                value=type(client).__name__,
+                limit="a blocking client of the service",
+                remedy="pass rollout.connect(address), or the client of `with rollout.local(...) as client`",
+            )
         if model is not None and not isinstance(model, torch.nn.Module):
             raise InvalidOption(
                 f"model is a {type(model).__name__}",
@@ -343,11 +351,12 @@ class WeightPush:
     def _abort(self, update: _Update, error: BaseException) -> None:
         if update.update_id is None:
             return
-        self._transport.abort()
-        try:
-            self._talker.weights_abort(update.update_id, timeout_s=self._timeout_s)
-        except Exception as second:  # The first error is the one to report; the service drops the update with our lease.
-            error.add_note(f"the abort of the update failed too: {second}")
+        # A transport of the user's own may fail here as well; the service must hear of the abort all the same.
+        for abort in (self._transport.abort, bound(self._talker.weights_abort, update.update_id, timeout_s=self._timeout_s)):
+            try:
+                abort()
+            except Exception as second:  # The first error is the one to report; the service drops the update with our lease.
+                error.add_note(f"the abort of the update failed too: {second}")
 
     def _commit(self, update: _Update) -> PushReport:
         """Let the service prove and publish; compare with the push before."""

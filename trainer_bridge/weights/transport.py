@@ -13,6 +13,7 @@ service's weight intake. None of them pickles. Invariant: when `close` returns, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ TRANSPORTS = ("auto", "cuda", "memory", "file", "frames", "group")
 # What a service says that cannot be reached this way; one of an older version does not know the operation.
 UNREACHED = ("transport_unavailable", "unknown_operation", "weights_file_refused")
 Bucket = Mapping[str, torch.Tensor]
+_PARTS = ("name", "reason", "bucket_bytes", "open", "send", "close", "abort")
 
 
 class SentCall(Protocol):
@@ -165,6 +167,21 @@ class AutoTransport:
             self._chosen.abort()
 
 
+def _checked(transport: Transport) -> Transport:
+    """Return an object that has what a push uses of a transport. Raises: InvalidOption, before an update is open."""
+    # Without asking: before `open` a transport may have no size to tell.
+    lacking = [part for part in _PARTS if inspect.getattr_static(transport, part, None) is None]
+    if lacking:
+        raise InvalidOption(
+            f"transport is a {type(transport).__name__} without {', '.join(lacking)}",
+            field="transport",
+            value=type(transport).__name__,
+            limit=f"known: {', '.join(TRANSPORTS)}, or an object with {', '.join(_PARTS)}",
+            remedy="leave it at 'auto', which takes the fastest that works and reports which",
+        )
+    return transport
+
+
 def make_transport(
     choice: str | Transport, client: BucketClient, *, bucket_bytes: int | None, timeout_s: float, device: torch.device
 ) -> Transport:
@@ -176,7 +193,7 @@ def make_transport(
     from trainer_bridge.weights.process_group import ProcessGroupTransport
 
     if not isinstance(choice, str):
-        return choice
+        return _checked(choice)
     size: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     shared: dict[str, Any] = ({"bucket_bytes": DEVICE_BUCKET_BYTES, "pinned": True} if device.type == "cuda" else {}) | size
     on_device = device if device.type == "cuda" else None

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from areno.weights.digest import digest
 from rollout.errors import WeightUpdateError
+from tests.hostile_values import check_refusal
 from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet
 from trainer_bridge.errors import InvalidOption, PushError, PushWarning, UnpushableTensor, WeightsUnchanged
 from trainer_bridge.hooks import after_step_hook
@@ -403,3 +405,45 @@ def test_the_async_client_and_what_is_no_model_are_refused_by_name(service: Fake
         WeightPush(AsyncService(), TinyNet())  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match=r"model is a str; a torch\.nn\.Module; pass the model that is trained"):
         WeightPush(service, "a/model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stranger", ["ipc:///a/socket", 3, TinyNet(), [], {"client": 1}])
+def test_what_is_no_client_is_refused_by_name(stranger: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"a blocking client of the service; pass rollout\.connect\(address\)") as refusal:
+        WeightPush(stranger, TinyNet(), process_group=None)
+    check_refusal(refusal.value, stranger)
+    assert refusal.value.field == "client"
+
+
+@pytest.mark.parametrize("stranger", [None, 3, object(), ["memory"], {"name": "file"}, np.zeros(2)])
+def test_what_is_no_transport_is_refused_before_an_update_is_open(service: FakeWeightService, stranger: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"known: auto, .* or an object with name, .*; leave it at 'auto'") as refusal:
+        WeightPush(service, TinyNet(), transport=stranger)
+    check_refusal(refusal.value, stranger)
+    assert refusal.value.field == "transport" and "begin" not in service.calls
+
+
+@pytest.mark.parametrize("step", ["open", "send", "close"])
+def test_a_transport_of_the_users_own_that_fails_in_its_abort_too_leaves_no_update_open(service: FakeWeightService, step: str) -> None:
+    class Broken:
+        name, reason, bucket_bytes = "mine", "asked for", 1 << 20
+
+        def open(self, info: Any, update_id: str) -> None:
+            self._reach("open")
+
+        def send(self, bucket: Any) -> None:
+            self._reach("send")
+
+        def close(self) -> None:
+            self._reach("close")
+
+        def abort(self) -> None:
+            raise OSError("nor can this")
+
+        def _reach(self, here: str) -> None:
+            if here == step:
+                raise OSError(f"{here} broke")
+
+    with pytest.raises(OSError, match=f"{step} broke") as failure:
+        WeightPush(service, TinyNet(), transport=Broken()).push()
+    assert service.calls[-1] == "abort" and failure.value.__notes__ == ["the abort of the update failed too: nor can this"]
