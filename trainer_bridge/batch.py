@@ -302,6 +302,18 @@ def collate(
     )
 
 
+def check_batch(batch: object) -> None:
+    """Refuse what is no batch. Raises: InvalidBatch."""
+    if not isinstance(batch, Batch):
+        raise InvalidBatch(
+            f"batch is a {type(batch).__name__}",
+            field="batch",
+            value=type(batch).__name__,
+            limit="a Batch",
+            remedy="pass collate(samples, version=push.version)",
+        )
+
+
 def _stack(columns: list[np.ndarray], width: int, fill: Any, pad_side: str) -> torch.Tensor:
     table = np.full((len(columns), width), fill, columns[0].dtype)
     for row, column in enumerate(columns):

@@ -96,6 +96,15 @@ def samples_of(
     the code of what was raised, if it had one. Episodes that a limit ended are truncated, not failed.
     Raises: InvalidSample.
     """
+    lacking = [part for part in ("status", "reward", "failure", "rows") if not hasattr(result, part)]
+    if lacking:
+        raise InvalidSample(
+            f"result is a {type(result).__name__} without {', '.join(lacking)}",
+            field="result",
+            value=type(result).__name__,
+            limit="the result of a finished episode",
+            remedy="pass what `await run_episode(...)` returned; the samples of run_group come from samples_of_group",
+        )
     status = _STATUS.get(str(result.status))
     if status is None:
         raise InvalidSample(

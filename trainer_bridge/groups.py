@@ -104,6 +104,15 @@ def each_member(
     episode runner that can tell a broken member apart returns a sample with status failed instead.
     """
 
+    if not callable(run_episode):
+        raise InvalidOption(
+            f"run_episode is a {type(run_episode).__name__}",
+            field="run_episode",
+            value=type(run_episode).__name__,
+            limit="an async function of a GroupTask and a member's number",
+            remedy="pass the function itself: each_member(play)",
+        )
+
     async def run_group(task: GroupTask[P]) -> list[TrainingSample]:
         async with asyncio.TaskGroup() as members:
             running = [members.create_task(_awaited(run_episode(task, member))) for member in range(task.group_size)]

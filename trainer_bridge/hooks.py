@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainer_bridge.errors import InvalidOption, shown
+from trainer_bridge.errors import InvalidOption
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
+from trainer_bridge.options import check_hook
 from trainer_bridge.weights.push import PushReport, WeightPush
 
 
@@ -23,12 +24,17 @@ def after_step_hook(
     """Push after every `every`-th step of `optimizer`; `handle.remove()` ends it.
 
     The push's label is the number of steps. A failed push raises out of `optimizer.step()`, whose update is kept. Under
-    gradient scaling, skipped steps do not call the hook.
+    gradient scaling, skipped steps do not call the hook. Raises: InvalidOption.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidOption(
-            f"every={shown(every)}", field="every", value=every, limit="an integer of at least 1", remedy="every=1 pushes after each step"
+            f"optimizer is a {type(optimizer).__name__}",
+            field="optimizer",
+            value=type(optimizer).__name__,
+            limit="a torch.optim.Optimizer",
+            remedy="pass the optimizer inside a wrapper, or call push.push() after its step yourself",
         )
+    check_hook(push, every, on_report)
     steps = 0
 
     def pushed(_optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

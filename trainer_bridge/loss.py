@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_bridge.batch import Batch
+from trainer_bridge.batch import Batch, check_batch
 from trainer_bridge.errors import InvalidBatch, KeptSetsMissing, shown
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.turns import is_count, is_finite
@@ -31,6 +31,7 @@ def token_logprobs(logits_STV: torch.Tensor, batch: Batch, *, over_kept: bool = 
     `over_kept=False` takes the whole vocabulary everywhere.
     Raises: InvalidBatch for logits that do not belong to the batch.
     """
+    check_batch(batch)
     sequences, places = batch.ids_ST.shape
     fits = isinstance(logits_STV, torch.Tensor) and logits_STV.ndim == 3 and logits_STV.shape[:2] == (sequences, places)
     if not fits or not logits_STV.is_floating_point() or logits_STV.shape[2] <= int(batch.ids_ST.max()):
@@ -103,6 +104,7 @@ def policy_loss(
     batch's own count; give the whole step's count to micro-batches.
     Raises: KeptSetsMissing, InvalidBatch. Source: clipped surrogate objective, arXiv 1707.06347.
     """
+    check_batch(batch)
     if batch.num_without_kept:
         raise KeptSetsMissing(
             f"{batch.num_without_kept} tokens were drawn through top-k, top-p or min-p and have no kept sets",
@@ -184,6 +186,7 @@ def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch, *, over_kept: bool 
     penalties or biases changed it too: such tokens are left out here, and compared with `over_kept=False`.
     Raises: InvalidBatch.
     """
+    check_batch(batch)
     _check_places(new_logprobs_ST, batch)
     with torch.no_grad():
         kept = (batch.kept_counts_ST > 0) & over_kept

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from trainer_bridge.turns import is_count, is_finite, listed
 
 MODES = ("inflight", "drain", "abort_requests")
 MAX_SECONDS = 1e6
+MAX_CANARIES = 64
+"""How many the wire carries with a commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ def check_push_options(*, autocast: object, allow_unchanged: object, bucket_byte
     if not isinstance(allow_unchanged, bool):
         raise _refuse("allow_unchanged", allow_unchanged, "True or False", "pass a bool")
     if bucket_bytes is not None and not (is_count(bucket_bytes) and 1 <= int(bucket_bytes) < 2**62):  # type: ignore[call-overload]
-        raise _refuse("bucket_bytes", bucket_bytes, "an integer of at least 1", "use the default")
+        raise _refuse("bucket_bytes", bucket_bytes, "an integer from 1 to 2**62 - 1", "use the default")
     if not is_finite(timeout_s) or not 0 < float(timeout_s) <= MAX_SECONDS:  # type: ignore[arg-type]
         raise _refuse("timeout_s", timeout_s, f"seconds above 0, at most {MAX_SECONDS:g}", "use the default")
 
@@ -96,13 +99,49 @@ def checked_canary_ids(canary_ids: object) -> list[np.ndarray]:
     for place, sequence in enumerate(sequences):
         ids = listed(sequence)
         if ids is None or len(ids) < 2 or not all(is_count(one) and int(one) < 2**31 for one in ids):
-            raise _refuse(f"canary_ids[{place}]", sequence, "at least two token ids", "pass integers, a context and what follows it")
+            raise _refuse(
+                f"canary_ids[{place}]",
+                sequence,
+                "at least two token ids, integers of at least 0",
+                "pass integers, a context and what follows it",
+            )
         arrays.append(np.array(ids, np.int64))
+    if len(arrays) > MAX_CANARIES:
+        raise _refuse("canary_ids", len(arrays), f"at most {MAX_CANARIES} sequences", "pass fewer: three are the default")
     return arrays
 
 
-def check_push_arguments(*, canary: object, trainer_step: object, partial: object, mode: object, drain_s: object, wait: object) -> None:
-    """Check the arguments of one push. Raises: InvalidOption."""
+def check_canaries_fit(canary_ids: Sequence[np.ndarray], *, num_valid_ids: int, max_model_len: int) -> None:
+    """Check sequences to compare against what the served model can take. Raises: InvalidOption."""
+    for place, ids in enumerate(canary_ids):
+        if len(ids) > max_model_len:
+            raise _refuse(f"canary_ids[{place}]", ids, f"the service's max_model_len of {max_model_len} tokens", "pass a shorter sequence")
+        if int(ids.max()) >= num_valid_ids:
+            raise _refuse(
+                f"canary_ids[{place}]", ids, f"token ids below the model's {num_valid_ids}", "take ids of the model's own tokenizer"
+            )
+
+
+def check_hook(push: object, every: object = 1, on_report: object = None) -> None:
+    """Check what pushes by itself after steps. Raises: InvalidOption."""
+    if not callable(getattr(push, "push", None)):
+        raise _refuse("push", push, "a WeightPush", "pass WeightPush(client, model)")
+    if not is_count(every) or not 1 <= int(every) < 2**63:  # type: ignore[call-overload]
+        raise _refuse("every", every, "an integer of at least 1", "every=1 pushes after each step")
+    if on_report is not None and not callable(on_report):
+        raise _refuse("on_report", on_report, "a function of a PushReport, or None", "leave it out, or pass a function such as print")
+
+
+def check_push_arguments(
+    *,
+    canary: object = None,
+    trainer_step: object = None,
+    partial: object = False,
+    mode: object,
+    drain_s: object,
+    wait: object = "published",
+) -> None:
+    """Check the arguments of one push, or those that it will have. Raises: InvalidOption."""
     if canary is not None and not callable(canary):
         raise _refuse("canary", canary, "a function of ids, or None", "pass a function that returns log-probabilities of ids[1:]")
     if trainer_step is not None and not (is_count(trainer_step) and int(trainer_step) < 2**63):  # type: ignore[call-overload]

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from trainer_bridge.errors import InvalidOption
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
+from trainer_bridge.options import check_hook, check_push_arguments
 from trainer_bridge.weights.push import PushReport, WeightPush
 
 
@@ -34,10 +35,8 @@ class PushCallback(TrainerCallback):
         drain_s: float = 60.0,
         on_report: Callable[[PushReport], None] | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidOption(
-                f"every={every!r}", field="every", value=every, limit="an integer of at least 1", remedy="every=1 pushes after each step"
-            )
+        check_hook(push, every, on_report)
+        check_push_arguments(mode=mode, drain_s=drain_s)
         self._push, self._every, self._first = push, every, first
         self._mode, self._drain_s, self._on_report = mode, drain_s, on_report
         self._pushed_step: int | None = None

@@ -28,6 +28,7 @@ from trainer_bridge.batch import sample_advantages
 from trainer_bridge.errors import InvalidBatch, InvalidOption, RolloutShortfall, SourceClosed
 from trainer_bridge.groups import derive_seed
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
+from trainer_bridge.options import check_hook, check_push_arguments
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.source import RolloutSource
 from trainer_bridge.weights.proof import CanaryFunction
@@ -274,6 +275,8 @@ class ServiceWeightTransfer:
     """
 
     def __init__(self, push: WeightPush, *, canary: CanaryFunction | None = None, mode: str = "inflight", drain_s: float = 60.0) -> None:
+        check_hook(push)
+        check_push_arguments(canary=canary, mode=mode, drain_s=drain_s)
         self._push, self._canary, self._mode, self._drain_s = push, canary, mode, drain_s
 
     def init_weight_transfer(self) -> None:

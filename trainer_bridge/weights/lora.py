@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from trainer_bridge.errors import UnpushableTensor
+from trainer_bridge.errors import UnpushableTensor, shown
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
+from trainer_bridge.turns import is_finite
 from trainer_bridge.weights.names import PEFT_PREFIX, plain_name
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
@@ -27,6 +28,15 @@ def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: floa
 
     Shapes: base [out, in], a [rank, in], b [out, rank]. Raises: UnpushableTensor.
     """
+    tensors = all(isinstance(one, torch.Tensor) for one in (base, a, b))
+    if not tensors or not is_finite(scale):
+        raise UnpushableTensor(
+            f"merge_lora was given {', '.join(type(one).__name__ for one in (base, a, b))} and scale={shown(scale)}",
+            field="lora" if not tensors else "scale",
+            value=shown(scale),
+            limit="base, A and B are tensors, the scale is a finite number",
+            remedy="pass merge_lora(base, a, b, lora_alpha / rank)",
+        )
     if base.ndim != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != tuple(base.shape) or a.shape[0] != b.shape[1]:
         raise UnpushableTensor(
             f"an adapter of shapes A {tuple(a.shape)}, B {tuple(b.shape)} does not fit a base of {tuple(base.shape)}",

@@ -52,7 +52,8 @@ def ties_head(model: torch.nn.Module | None) -> bool:
     return head is not None and any(parameter is head for name, parameter in names.items() if name != HEAD)
 
 
-def _check(name: str, tensor: object) -> torch.Tensor:
+def check_tensor(name: str, tensor: object) -> torch.Tensor:
+    """Return a tensor that may go out under a plain name. Raises: UnpushableTensor."""
     if not isinstance(tensor, torch.Tensor):
         raise UnpushableTensor(
             f"{name} is a {type(tensor).__name__}",
@@ -77,6 +78,14 @@ def _check(name: str, tensor: object) -> torch.Tensor:
             limit="weights are floating-point numbers",
             remedy="push parameters, not integer buffers or quantised tensors",
         )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise UnpushableTensor(
+            f"{name} is {'on the meta device' if tensor.is_meta else f'of layout {tensor.layout}'}",
+            field=name,
+            value="meta" if tensor.is_meta else str(tensor.layout),
+            limit="dense tensors with values are served",
+            remedy="load the model's weights before the push" if tensor.is_meta else "push tensor.to_dense()",
+        )
     return tensor
 
 
@@ -93,12 +102,12 @@ def serving_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) as the service must store them, on the device where they are. A tied head is left out.
 
-    Raises: UnpushableTensor for adapters, other dtypes, non-finite values, and names that come twice.
+    Raises: UnpushableTensor for adapters, other dtypes and layouts, non-finite values, and names that come twice.
     """
     seen: dict[str, str] = {}
     for full_name, tensor in named_parameters:
         name = plain_name(full_name)
-        _check(name, tensor)
+        check_tensor(name, tensor)
         if name in seen:
             raise UnpushableTensor(
                 f"{full_name} and {seen[name]} are both {name}",

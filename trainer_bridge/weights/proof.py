@@ -75,20 +75,33 @@ def model_canaries(
     return canaries
 
 
+def _as_floats(values: object) -> np.ndarray | None:
+    """Return what a canary function gave as an array, None for what is none."""
+    try:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, which the caller refuses
+            return values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values, np.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
 def function_canaries(canary: CanaryFunction, sequences: Sequence[np.ndarray]) -> list[CanaryRecord]:
     """Return canaries whose log-probabilities a function of the ids gives: one for each id from the second on."""
     canaries = []
     for ids in sequences:
         with torch.no_grad():
             values = canary(ids)
-        expected = values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values, np.float32)
-        if expected.shape != (len(ids) - 1,) or not np.isfinite(expected).all():
+        expected = _as_floats(values)
+        right = None if expected is None else expected.shape == (len(ids) - 1,)
+        if expected is None or not right or not np.isfinite(expected).all():
+            told = (
+                f"a {type(values).__name__}" if expected is None else "values that are not finite" if right else f"shape {expected.shape}"
+            )
             raise InvalidOption(
-                f"canary returned shape {expected.shape} for {len(ids)} ids",
+                f"canary returned {told} for {len(ids)} ids",
                 field="canary",
-                value=str(expected.shape),
+                value=told,
                 limit=f"{len(ids) - 1} finite log-probabilities: of each id given those before it",
-                remedy="leave out the first id, which nothing predicts",
+                remedy="look at the model's logits for these ids" if right else "leave out the first id, which nothing predicts",
             )
         canaries.append(CanaryRecord(ids=np.asarray(ids, np.int64), expected_logprobs=expected.astype(np.float32)))
     return canaries

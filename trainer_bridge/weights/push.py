@@ -23,7 +23,7 @@ import torch
 
 from trainer_bridge.errors import InvalidOption, PushWarning
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
-from trainer_bridge.options import MODES, check_push_arguments, check_push_options, checked_canary_ids
+from trainer_bridge.options import MODES, check_canaries_fit, check_push_arguments, check_push_options, checked_canary_ids
 from trainer_bridge.outage import outage_code
 from trainer_bridge.weights.changes import ChangeWatch
 from trainer_bridge.weights.names import DTYPES, ties_head
@@ -141,6 +141,7 @@ class WeightPush:
         if given_ids is None:
             self._canary_ids = default_canary_ids(facts["num_valid_ids"], facts["max_model_len"])
         else:
+            check_canaries_fit(given_ids, num_valid_ids=facts["num_valid_ids"], max_model_len=facts["max_model_len"])
             self._canary_ids = given_ids
         if client is not None:
             self._transport = make_transport(transport, client, bucket_bytes=bucket_bytes, timeout_s=timeout_s, device=_device_of(model))

@@ -7,14 +7,14 @@ base in the same way. Invariant: at most one tensor is whole at a time beyond wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trainer_bridge.errors import InvalidOption
 from trainer_bridge.weights.lora import AdaptedWeight, adapted_weights, has_adapters
-from trainer_bridge.weights.names import DTYPE_NAMES, HEAD, plain_name
+from trainer_bridge.weights.names import DTYPE_NAMES, HEAD, check_tensor, plain_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +48,37 @@ def model_sources(model: torch.nn.Module) -> list[WeightSource]:
     return [_adapted(weight) for weight in adapted_weights(model)]
 
 
-def named_sources(named: Sequence[tuple[str, torch.Tensor]]) -> list[WeightSource]:
-    """Return the sources of given pairs."""
-    return [_source(name, tensor) if isinstance(tensor, torch.Tensor) else _foreign(name, tensor) for name, tensor in named]
+def named_sources(named: Iterable[tuple[str, torch.Tensor]]) -> list[WeightSource]:
+    """Return the sources of given pairs. Raises: InvalidOption, UnpushableTensor."""
+    return [_source(name, check_tensor(plain_name(name), tensor)) for name, tensor in map(_pair, named)]
 
 
-def _foreign(name: str, value: object) -> WeightSource:
-    """Return a source of what is no tensor; the check of tensors names it."""
-    return WeightSource(name, (), lambda: value)  # type: ignore[arg-type,return-value]
+def _refuse_named(what: str, value: object, remedy: str) -> InvalidOption:
+    return InvalidOption(
+        what, field="named_parameters", value=value, limit="an iterable of (name, tensor) pairs, the name a str", remedy=remedy
+    )
+
+
+def _pair(item: object) -> tuple[str, torch.Tensor]:
+    """Return one of the given pairs. Raises: InvalidOption."""
+    if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str):
+        return item[0], item[1]
+    told = f"a pair that begins with a {type(item[0]).__name__}" if isinstance(item, (tuple, list)) and len(item) == 2 else None
+    what = f"named_parameters holds {told or f'a {type(item).__name__}'}"
+    raise _refuse_named(what, type(item).__name__, "pass model.named_parameters(), or pairs like those")
+
+
+def _check_named(named: object) -> None:
+    """Refuse what does not hold pairs at all. Raises: InvalidOption."""
+    kind = type(named).__name__
+    if isinstance(named, Mapping):
+        raise _refuse_named(f"named_parameters is a {kind}", kind, "pass its items()")
+    if isinstance(named, torch.nn.Module):
+        raise _refuse_named(
+            f"named_parameters is a {kind}", kind, "pass its named_parameters(), or make WeightPush(client, model) and push()"
+        )
+    if isinstance(named, (str, bytes, torch.Tensor)) or not isinstance(named, Iterable):
+        raise _refuse_named(f"named_parameters is a {kind}", kind, "pass model.named_parameters(), or pairs like those")
 
 
 def loaded(sources: Iterable[WeightSource] | Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,7 +87,7 @@ def loaded(sources: Iterable[WeightSource] | Iterable[tuple[str, torch.Tensor]])
         if isinstance(source, WeightSource):
             yield source.name, source.load()
         else:
-            name, tensor = source
+            name, tensor = _pair(source)
             yield name, whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -74,7 +97,7 @@ Sources = Iterable[WeightSource] | Iterable[tuple[str, torch.Tensor]]
 def sources_of(named: Iterable[tuple[str, torch.Tensor]] | None, model: torch.nn.Module | None) -> tuple[Sources, bool]:
     """Return what to push, by default the model's own weights, and whether all shapes are known before a tensor is read.
 
-    An iterator is read once and says nothing beforehand. Raises: InvalidOption with neither, UnpushableTensor.
+    An iterator is read once and says nothing beforehand. Raises: InvalidOption with neither and for what holds no pairs, UnpushableTensor.
     """
     if named is None:
         if model is None:
@@ -86,6 +109,7 @@ def sources_of(named: Iterable[tuple[str, torch.Tensor]] | None, model: torch.nn
                 remedy="WeightPush(client, model), or push(model.named_parameters())",
             )
         return model_sources(model), True
+    _check_named(named)
     return (named_sources(named), True) if isinstance(named, Sequence) else (named, False)
 
 

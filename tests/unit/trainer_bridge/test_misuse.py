@@ -13,7 +13,22 @@ import torch
 
 from tests.hostile_values import HOSTILE_VALUES, check_refusal
 from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet, make_sample
-from trainer_bridge import InvalidBatch, InvalidOption, InvalidSample, RolloutSource, TrainingSample, TurnSpan, WeightPush
+from trainer_bridge import (
+    InvalidBatch,
+    InvalidOption,
+    InvalidSample,
+    RolloutSource,
+    TrainingSample,
+    TurnSpan,
+    UnpushableTensor,
+    WeightPush,
+    after_step_hook,
+    each_member,
+    merge_lora,
+    samples_of,
+)
+from trainer_bridge.adapters.hf_trainer import PushCallback
+from trainer_bridge.adapters.trl import ServiceWeightTransfer
 from trainer_bridge.batch import Batch, collate, group_advantages, sample_advantages
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.loss import logprob_gap, policy_loss, token_logprobs
@@ -200,3 +215,123 @@ def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient_nor_coun
         found = trained(spoilt, outside)
         assert found[0] == clean[0] and torch.equal(found[1], clean[1]) and found[2:] == clean[2:]
     assert clean[1][batch.loss_mask_ST].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"embed.weight": torch.zeros(2)}, "pass its items()"),
+        (TinyNet(), "pass its named_parameters(), or make WeightPush(client, model)"),
+        (torch.zeros(2, 2), "pass model.named_parameters()"),
+        ("embed.weight", "pass model.named_parameters()"),
+        (3, "pass model.named_parameters()"),
+        ([torch.zeros(2)], "pass model.named_parameters()"),
+        ([("embed.weight",)], "pass model.named_parameters()"),
+        (["ab"], "pass model.named_parameters()"),
+        ([(3, torch.zeros(2))], "pass model.named_parameters()"),
+        (iter([torch.zeros(2)]), "pass model.named_parameters()"),
+        (iter([(None, torch.zeros(2))]), "pass model.named_parameters()"),
+    ],
+)
+def test_what_holds_no_named_tensors_is_refused_with_what_to_pass(tmp_path: Path, given: Any, remedy: str) -> None:
+    service = FakeWeightService(tmp_path)
+    with pytest.raises(InvalidOption) as refusal:
+        WeightPush(service, transport="file", process_group=None).push(given)
+    check_refusal(refusal.value, remedy)
+    assert refusal.value.field == "named_parameters" and remedy in str(refusal.value)
+    assert service.calls[-1:] in ([], ["abort"])
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "remedy"),
+    [
+        (np.zeros((32, 8), np.float32), "pass (name, tensor) pairs"),
+        ([[0.0] * 8] * 32, "pass (name, tensor) pairs"),
+        (torch.zeros(32, 8, dtype=torch.int32), "not integer buffers"),
+        (torch.zeros(32, 8, dtype=torch.complex64), "not integer buffers"),
+        (torch.zeros(32, 8, device="meta"), "load the model's weights before the push"),
+        (torch.zeros(32, 8).to_sparse(), "push tensor.to_dense()"),
+    ],
+)
+def test_what_is_no_tensor_that_can_be_served_is_refused_by_its_name(tmp_path: Path, tensor: Any, remedy: str, in_turn: bool) -> None:
+    service = FakeWeightService(tmp_path)
+    pairs = [("embed.weight", tensor)]
+    with pytest.raises(UnpushableTensor) as refusal:
+        WeightPush(service, transport="file", process_group=None).push(iter(pairs) if in_turn else pairs, partial=True)
+    check_refusal(refusal.value, remedy)
+    assert refusal.value.field == "embed.weight" and remedy in str(refusal.value)
+    assert service.calls == (["begin", "abort"] if in_turn else [])
+
+
+def test_a_canary_function_may_return_anything_and_is_refused_by_name(tmp_path: Path) -> None:
+    service = FakeWeightService(tmp_path)
+    push = WeightPush(service, transport="file", process_group=None)
+    wrong = (*VALUES, torch.full((23,), math.nan), np.full(23, -math.inf), torch.zeros(24), torch.zeros(23, 1))
+    for number, value in enumerate(wrong):
+        with pytest.raises(InvalidOption) as refusal:
+            push.push(list(TinyNet().named_parameters()), canary=lambda ids, value=value: value)  # type: ignore[misc]
+        check_refusal(refusal.value, ("canary", number))
+        assert refusal.value.field == "canary" and service.calls[-1] == "abort"
+
+
+def test_a_canary_that_is_not_finite_is_not_told_of_its_shape(tmp_path: Path) -> None:
+    push = WeightPush(FakeWeightService(tmp_path), transport="file", process_group=None)
+    with pytest.raises(InvalidOption, match=r"values that are not finite .* look at the model's logits"):
+        push.push(list(TinyNet().named_parameters()), canary=lambda ids: np.full(len(ids) - 1, math.nan))
+
+
+@pytest.mark.parametrize(
+    ("canary_ids", "limit"),
+    [
+        ([[1, 2], [1, 32]], "token ids below the model's 32"),
+        ([list(range(30)) * 3], "max_model_len of 64 tokens"),
+        ([[1, 2]] * 65, "at most 64 sequences"),
+    ],
+)
+def test_canaries_that_the_served_model_cannot_take_are_refused_when_the_push_is_made(tmp_path: Path, canary_ids: Any, limit: str) -> None:
+    with pytest.raises(InvalidOption, match=limit) as refusal:
+        WeightPush(FakeWeightService(tmp_path), TinyNet(), transport="file", process_group=None, canary_ids=canary_ids)
+    check_refusal(refusal.value, limit)
+
+
+@pytest.mark.parametrize("name", ["push", "every", "on_report", "mode", "drain_s"])
+def test_what_pushes_by_itself_is_made_or_refused_whatever_it_is_given(tmp_path: Path, name: str) -> None:
+    model = TinyNet()
+    push = WeightPush(FakeWeightService(tmp_path), model, transport="file", process_group=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, value in enumerate(VALUES):
+        makers: list[Any] = [lambda **given: PushCallback(given.pop("push", push), **given)]
+        if name in ("push", "every", "on_report"):
+            makers.append(lambda **given: after_step_hook(optimizer, given.pop("push", push), **given))
+        if name in ("push", "mode", "drain_s"):
+            makers.append(lambda **given: ServiceWeightTransfer(given.pop("push", push), **given))
+        for make in makers:
+            try:
+                make(**{name: value})
+            except InvalidOption as error:
+                check_refusal(error, (name, number))
+                assert error.field == name
+            else:
+                assert name != "push", number
+    with pytest.raises(InvalidOption, match=r"call push\.push\(\) after its step yourself"):
+        after_step_hook(push, optimizer)  # type: ignore[arg-type]
+
+
+def test_what_is_no_batch_episode_or_function_is_refused_by_name() -> None:
+    for number, value in enumerate(VALUES):
+        calls: dict[str, Any] = {
+            "batch": lambda given: policy_loss(torch.zeros(2, 5), given),
+            "batch of logits": lambda given: token_logprobs(torch.zeros(2, 5, VOCAB), given),
+            "batch of a gap": lambda given: logprob_gap(torch.zeros(2, 5), given),
+            "result": samples_of,
+            "lora": lambda given: merge_lora(torch.zeros(2, 2), given, torch.zeros(2, 2), 1.0),
+            "run_episode": each_member,
+        }
+        for name, call in calls.items():
+            if name == "run_episode" and callable(value):
+                continue
+            with pytest.raises(BridgeError) as refusal:
+                call(value)
+            check_refusal(refusal.value, (name, number))
+            assert refusal.value.field == name.split()[0] or name == "lora"
