@@ -142,6 +142,7 @@ def measure(client: Any, name: str, tensors: Tensors, digests: dict[str, int], o
         "ratio_to_copy": (staging_s - (inspect_s + derive_s) * (device.type == "cpu")) / copy_s,
         **{figure: statistics.median(getattr(report, figure) for report in reports) for figure in ("swap_ms", "proof_ms", "pause_ms")},
     }
+    row |= {"staging_s_per_gb": staging_s / num_bytes * 1e9, "pause_ms_per_gb": row["pause_ms"] / num_bytes * 1e9}
     row["pause_beside_swap_ms"] = statistics.median(report.pause_ms - report.swap_ms for report in reports)
     if device.type == "cuda":
         row["bus_copy_s"] = bus_copy(tensors, device)
