@@ -191,7 +191,7 @@ class Updates:
                 try:
                     self._ranks.tell(canaries_entry(canaries))
                     gaps = self._proof.measure(canaries)
-                    self._judge(gaps)
+                    self._judge(gaps, update)
                 except BaseException:
                     self._swap(update)
                     raise
@@ -243,19 +243,21 @@ class Updates:
             raise NoUpdate("no update is open", limit="begin_update opens one", remedy="call begin_update first")
         return self._update
 
-    def _judge(self, gaps: CanaryGaps) -> None:
+    def _judge(self, gaps: CanaryGaps, update: WeightUpdate) -> None:
         if gaps.largest is None or gaps.mean is None or gaps.decode is None:
             return
         limit, mean_limit = self._resolved.canary_tolerance, self._resolved.canary_mean_tolerance
         if gaps.largest <= limit and gaps.mean <= mean_limit and gaps.decode <= limit:
             return
+        # Of a partial one the trainer's other tensors may have changed since they were last sent.
+        first = "send all tensors (partial=False), since those that were not sent may differ; " if update.partial else ""
         raise CanaryMismatch(
             f"canaries differ from the trainer's log-probabilities: max {gaps.largest:.3g} at {gaps.worst}, "
             f"mean {gaps.mean:.3g}, through decode {gaps.decode:.3g} nats",
             field="canaries",
             value=gaps.largest,
             limit=f"allowed: max {limit:g}, mean {mean_limit:g}; the old weights serve on",
-            remedy="check that trainer and service run the same model and dtype, or raise canary_tolerance",
+            remedy=f"{first}check that trainer and service run the same model and dtype, or raise canary_tolerance",
         )
 
 

@@ -46,6 +46,7 @@ def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *,
         names.append(name)
         problems.append(problem)
 
+    num_unknown = 0
     for name, spec in manifest.items():
         canonical = canonical_name(name)
         target = table.tied.get(canonical, canonical)
@@ -53,6 +54,7 @@ def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *,
             # A search over all names is dear, and a forgotten prefix makes every name unknown.
             hint = f" ({nearest_name(canonical, table.views)})" if len(problems) < SUGGESTIONS else ""
             blame(name, f"unknown: {name}{hint}")
+            num_unknown += 1
         elif canonical in specs:
             blame(name, f"offered twice: {canonical}, as {given[canonical]} and as {name}")
         elif tuple(spec.shape) != table.shape_of(target):
@@ -68,12 +70,13 @@ def check_manifest(table: ParameterTable, manifest: Mapping[str, TensorSpec], *,
         blame("", "empty: no tensor is named")
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        remedy = "send every tensor of the model under its Hugging Face name" if missing else "offer tensors as the model has them"
-        raise mismatch(
-            f"the manifest does not fit the model: {'; '.join(shown)}",
-            names,
-            f"{remedy}{'' if partial else ', or begin with partial=True'}",
-        )
+        if missing:
+            remedy = "send every tensor of the model under its Hugging Face name, or begin with partial=True"
+        elif num_unknown == len(problems):
+            remedy = "leave out what the served model does not have (value heads, buffers), name the others as it does"
+        else:
+            remedy = "offer tensors as the model has them"
+        raise mismatch(f"the manifest does not fit the model: {'; '.join(shown)}", names, remedy)
     return specs
 
 

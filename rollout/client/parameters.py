@@ -314,6 +314,14 @@ def prepare_evaluation(prompts: Sequence[Ids], deadline_s: float, options: Mappi
             limit="a sequence of prompts is needed",
             remedy="pass a list with one sequence of ids for each prompt",
         )
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        raise InvalidRequest(
+            "prompts holds token ids and no prompts",
+            field="prompts",
+            value=type(prompts).__name__,
+            limit="one sequence of ids for each prompt",
+            remedy="pass [prompt_ids] for a single prompt",
+        )
     _checked_seed(options.get("seed"))
     seed = options.get("seed")
     seeds = [{} if seed is None else {"seed": derive_seed(int(seed), index)} for index in range(len(prompts))]  # type: ignore[call-overload]

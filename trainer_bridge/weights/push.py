@@ -303,7 +303,7 @@ class WeightPush:
         if self._ranks.leads:
             log.info("weights pushed: %s", report.line())
         if self._ranks.leads and report.warning is not None and report.warning == self._changes.warning:
-            warnings.warn(PushWarning(f"{report.warning}: was the optimizer step made, and on these parameters?"), stacklevel=3)
+            _warn(f"{report.warning}: was the optimizer step made, and on these parameters?")
         return report
 
     def push_if_needed(self) -> PushReport | None:
@@ -343,15 +343,14 @@ class WeightPush:
             return function_canaries(canary, self._canary_ids)
         if self._model is not None:
             return model_canaries(self._model, self._canary_ids, autocast=self._autocast)
-        warnings.warn(
-            PushWarning("no canary: only digests prove this push; pass canary=fn(ids) -> logprobs, or make the WeightPush with the model"),
-            stacklevel=6,
-        )
+        _warn("no canary: only digests prove this push; pass canary=fn(ids) -> logprobs, or make the WeightPush with the model")
         return []
 
     def _abort(self, update: _Update, error: BaseException) -> None:
         if update.update_id is None:
             return
+        if getattr(error, "code", None) == "drain_timeout":
+            error.add_note("this push has aborted its update: push again, with a larger drain_s or another mode")
         # A transport of the user's own may fail here as well; the service must hear of the abort all the same.
         for abort in (self._transport.abort, bound(self._talker.weights_abort, update.update_id, timeout_s=self._timeout_s)):
             try:
@@ -391,6 +390,14 @@ class WeightPush:
             derive_s=outcome.derive_s,
             warning=unchanged or outcome.warning,
         )
+
+
+def _warn(text: str) -> None:
+    """Warn where the trainer's code called, however many of our own frames lie between."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trainer_bridge."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(PushWarning(text), stacklevel=level)
 
 
 def _device_of(model: torch.nn.Module | None) -> torch.device:

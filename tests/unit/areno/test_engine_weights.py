@@ -207,7 +207,11 @@ def test_an_update_that_fails_its_proof_restores_every_bit_of_the_old_weights(
         _push(engine, _swapped(tensors[1]), 1, digests=sums)
     with pytest.raises(CanaryMismatch, match="old weights serve on") as refusal:
         _push(engine, _swapped(tensors[1]), 1, canaries=_canaries(models[1]))
-    assert "canary" in str(refusal.value) and refusal.value.code == "canary_mismatch"
+    assert "canary" in str(refusal.value) and refusal.value.code == "canary_mismatch" and "partial" not in str(refusal.value)
+    engine.begin_update(None, version=1, partial=True)
+    engine.stage("model.norm.weight", tensors[1]["model.norm.weight"])
+    with pytest.raises(CanaryMismatch, match=r"send all tensors \(partial=False\), since those that were not sent may differ"):
+        engine.commit_update(canaries=_canaries(models[1]))
     flipped = {name: tensor.clone() for name, tensor in tensors[1].items()}
     flipped["lm_head.weight"].view(torch.int32)[3, 5] ^= 1
     with pytest.raises(DigestMismatch, match="lm_head"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from areno.weights.digest import digest
-from rollout.errors import WeightUpdateError
+from rollout.errors import DrainTimeout, WeightUpdateError
 from tests.hostile_values import check_refusal
 from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet
 from trainer_bridge.errors import InvalidOption, PushError, PushWarning, UnpushableTensor, WeightsUnchanged
@@ -447,3 +447,28 @@ def test_a_transport_of_the_users_own_that_fails_in_its_abort_too_leaves_no_upda
     with pytest.raises(OSError, match=f"{step} broke") as failure:
         WeightPush(service, TinyNet(), transport=Broken()).push()
     assert service.calls[-1] == "abort" and failure.value.__notes__ == ["the abort of the update failed too: nor can this"]
+
+
+def test_a_warning_stands_where_the_trainer_pushed_and_not_in_the_bridge(service: FakeWeightService) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    push.push()
+    with pytest.warns(PushWarning, match="equals the weights before it") as published:
+        push.push()
+    push = WeightPush(service, allow_unchanged=True)
+    with pytest.warns(PushWarning, match="no canary") as proven:
+        push.push(list(model.named_parameters()))
+    nudge(model)
+    push = WeightPush(service, model)
+    push.push()
+    with pytest.warns(PushWarning, match="equals the weights before it") as staged:
+        push.push(wait="staged").result()
+    assert {Path(one.filename).name for told in (published, proven, staged) for one in told} == {Path(__file__).name}
+
+
+def test_a_drain_that_took_too_long_says_that_the_push_is_over(tmp_path: Path) -> None:
+    late = DrainTimeout("1 requests were still running after 1 s", field="drain_s", limit="the update is staged", remedy="commit again")
+    service = FakeWeightService(tmp_path, fail_at={"commit": late})
+    with pytest.raises(DrainTimeout) as refusal:
+        WeightPush(service, TinyNet()).push(mode="drain", drain_s=1)
+    assert service.calls[-1] == "abort" and any("push again" in note for note in refusal.value.__notes__)

@@ -76,3 +76,15 @@ def test_all_faults_of_a_manifest_are_told_at_once(old: ParameterTable, new: dic
 
 def test_an_empty_manifest_is_refused_even_if_partial(old: ParameterTable) -> None:
     refuse_manifest(old, {}, "no tensor is named", partial=True)
+
+
+def test_names_beyond_the_model_are_to_be_left_out_and_only_missing_ones_may_be_partial(
+    old: ParameterTable, new: dict[str, torch.Tensor]
+) -> None:
+    head = {"value.weight": TensorSpec("float32", (1, 64)), "value.bias": TensorSpec("float32", (1,))}
+    for partial in (False, True):
+        error = refuse_manifest(old, {**manifest_of(new), **head}, "unknown: value.weight", "unknown: value.bias", partial=partial)
+        assert "leave out what the served model does not have" in str(error.remedy) and "partial" not in str(error)
+    for shape in ((1, 64), ()):
+        error = refuse_manifest(old, {**manifest_of(new), **head, Q: TensorSpec("float32", shape)}, "wrong shape")
+        assert "offer tensors as the model has them" in str(error.remedy) and "partial" not in str(error)

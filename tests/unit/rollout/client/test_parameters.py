@@ -241,3 +241,12 @@ def test_a_hint_is_a_message_or_is_refused_by_name(name: str) -> None:
             encode(Op.TOOL_WAIT, bytes(16), tool_wait_fields(**{"lineage": "a", "expect_s": 1.0, "cache_salt": None, name: value}))
         except InvalidRequest as error:
             check_refusal(error, (name, number))
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], (1,), range(3), np.arange(3), [np.int64(4)]])
+def test_one_prompt_alone_is_no_list_of_prompts_to_evaluate(prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"pass \[prompt_ids\] for a single prompt") as refusal:
+        prepare_evaluation(prompts, 1.0, {})
+    check_refusal(refusal.value, prompts)
+    assert refusal.value.field == "prompts"
+    assert len(prepare_evaluation([prompts], 1.0, {})) == 1
