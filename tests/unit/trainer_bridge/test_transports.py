@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,6 +114,30 @@ def test_packing_covers_every_element_once_within_the_capacity_and_aligned(capac
         if tensor.nbytes <= capacity:
             assert len(found[name]) == 1, "what fits stays whole"
     assert [bucket.fields() for bucket in pack(given, capacity)] == [bucket.fields() for bucket in pack(given, capacity)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buckets_of_any_tensors_hold_their_bytes_and_touch_none_beside(seed: int) -> None:
+    draw = random.Random(seed)
+    forms = [lambda one: one, lambda one: torch.stack([one, one], -1)[..., 0], lambda one: one.expand(2, *one.shape), lambda one: one.mT]
+    given: dict[str, torch.Tensor] = {}
+    for number in range(draw.randrange(8)):
+        shape = [draw.choice([0, 1, 2, 7, 33]) for _ in range(draw.randrange(4))]
+        values = torch.randn(shape).to(draw.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+        given[str(number)] = draw.choice(forms[: 4 if len(shape) > 1 else 3])(values).requires_grad_(draw.random() < 0.2)
+    capacity = draw.choice([8, 64, 100, 4096, 10**6])
+    found = {name: torch.empty(tensor.numel(), dtype=tensor.dtype) for name, tensor in given.items()}
+    left = {name: tensor.numel() for name, tensor in given.items()}
+    for bucket in pack(given, capacity):
+        memory = torch.full((bucket.size + 8,), 0xAA, dtype=torch.uint8)
+        bucket.write(memory)
+        assert bucket.size <= capacity and (memory[bucket.size :] == 0xAA).all()
+        for piece in bucket.pieces:
+            written = memory[piece.offset : piece.offset + piece.values.nbytes].view(piece.values.dtype)
+            found[piece.name][piece.start : piece.start + written.numel()] = written
+            left[piece.name] -= written.numel()
+    assert not any(left.values())
+    assert all(torch.equal(found[name], tensor.detach().reshape(-1)) for name, tensor in given.items())
 
 
 @pytest.mark.parametrize("make", [SharedMemoryTransport, FramesTransport])
