@@ -168,8 +168,15 @@ class HostReceiver:
         import torch
 
         if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        task = _Background(lambda: self._broadcast(size))
+            self._buffer = None
+            try:
+                self._buffer = torch.empty(size, dtype=torch.uint8)
+            except RuntimeError as error:
+                limit = str(error).splitlines()[0]
+                raise refused(bucket, "there is no memory to receive it", limit, "send smaller buckets (bucket_bytes)") from None
+        # Handed over, for what is received too late is not to find a later bucket's.
+        memory = self._buffer[:size]
+        task = _Background(lambda: self._broadcast(memory))
         yield from task.wait(self._timeout_s)
         if task.error is not None:
             # Whatever still comes must not reach what a later bucket is read from.
@@ -181,13 +188,12 @@ class HostReceiver:
                 "see whether the trainer lives, then begin a new update",
             )
 
-    def _broadcast(self, size: int) -> None:
+    def _broadcast(self, memory: torch.Tensor) -> None:
         import torch.distributed as dist
 
-        assert self._buffer is not None, "the buffer is made before its broadcast"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([self._buffer[:size]], options).wait(datetime.timedelta(seconds=self._timeout_s))
+        self._group.broadcast([memory], options).wait(datetime.timedelta(seconds=self._timeout_s))
 
     def rest(self) -> None:
         """Give the buffer back."""
