@@ -88,7 +88,8 @@ def check_offer(table: ParameterTable, manifest: Mapping[str, TensorSpec] | None
     canonical = canonical_name(name)
     target = table.tied.get(canonical, canonical)
     if target not in table.views:
-        raise mismatch(f"tensor {name} is not in the model", name, nearest_name(canonical, table.views))
+        remedy = f"leave out what the served model does not have; {nearest_name(canonical, table.views)}"
+        raise mismatch(f"tensor {name} is not in the model", name, remedy)
     if offered.shape != table.shape_of(target):
         raise mismatch(
             f"tensor {name} has shape {offered.shape}, the model's is {table.shape_of(target)}",

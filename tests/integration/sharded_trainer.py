@@ -1,8 +1,8 @@
 """One rank of a sharded trainer, as a program: `python -m tests.integration.sharded_trainer RANK FOLDER ADDRESS`.
 
-Rank 0 talks to the service at ADDRESS. A DDP model is pushed, then an FSDP2 model four times: well, with a failure on rank 0, well
-again, and with rank 1 killed before its part. Each rank writes what its pushes gave to FOLDER/rank<RANK>.json, line by line, and rank
-0 the whole weights of each model to FOLDER; the test compares.
+Rank 0 talks to the service at ADDRESS. Pushes that rank 0 cannot make are tried, then a DDP model is pushed, then an FSDP2 model
+four times: well, with a failure on rank 0, well again, and with rank 1 killed before its part. Each rank writes what its pushes gave to
+FOLDER/rank<RANK>.json, line by line, and rank 0 the whole weights of each model to FOLDER; the test compares.
 """
 
 from __future__ import annotations
@@ -95,6 +95,13 @@ class Rank:
         with (self.folder / f"rank{self.rank}.json").open("a") as file:
             file.write(json.dumps({"what": what, **values}) + "\n")
 
+    def make(self, what: str, client: Any, model: torch.nn.Module, **options: Any) -> None:
+        """Make a push that is refused on rank 0 and write down what each rank hears."""
+        try:
+            WeightPush(client, model, **options)
+        except Exception as error:
+            self.note(what, code=getattr(error, "code", type(error).__name__), text=str(error)[:300])
+
     def push(self, what: str, push: WeightPush) -> None:
         """Push and write down what came of it."""
         try:
@@ -108,6 +115,9 @@ class Rank:
     def run(self) -> None:
         """Go through everything; see the module."""
         model = sharded("ddp")
+        self.make("no client", None, model)
+        self.make("no transport", self.client, model, transport="carrier pigeon")
+        self.make("a stranger", self.client and "ipc://a/socket", model)
         push = WeightPush(self.client, model, transport="file")
         train_step(model, self.rank)
         self.push("ddp", push)

@@ -70,6 +70,15 @@ def test_tensors_are_gathered_one_by_one_and_the_model_is_never_whole(diaries: t
         assert max(sizes) <= diary["most"]["bytes"] <= 3 * max(sizes) < sum(sizes)
 
 
+@pytest.mark.parametrize(
+    ("what", "text"), [("no client", "pass rollout.connect()"), ("no transport", "carrier pigeon"), ("a stranger", "client is a str")]
+)
+def test_a_push_that_rank_0_cannot_make_is_refused_on_both(diaries: tuple[Diary, Diary], what: str, text: str) -> None:
+    for diary, start in zip(diaries, ("", "rank 0 gave the push up: ")):
+        assert diary[what]["code"] == "option_invalid"
+        assert diary[what]["text"].startswith(start) and text in diary[what]["text"]
+
+
 def test_a_failure_on_rank_0_reaches_both_and_the_next_push_works(diaries: tuple[Diary, Diary]) -> None:
     first, second = diaries
     assert first["refused"]["code"] == second["refused"]["code"] == "push_failed"

@@ -37,7 +37,7 @@ from trainer_bridge.weights.proof import (
 )
 from trainer_bridge.weights.ranks import OUR_DEFAULT, Ranks
 from trainer_bridge.weights.report import PendingPush, PushReport
-from trainer_bridge.weights.service import WeightClient, service_facts
+from trainer_bridge.weights.service import WeightClient, checked_client, service_facts
 from trainer_bridge.weights.sources import Sources, loaded, manifest_of, sources_of
 from trainer_bridge.weights.staging import Sent, stage_all
 from trainer_bridge.weights.transport import Transport, make_transport
@@ -102,26 +102,6 @@ class WeightPush:
         check_push_options(autocast=autocast, allow_unchanged=allow_unchanged, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         given_ids = None if canary_ids is None else checked_canary_ids(canary_ids)
         self._ranks = Ranks(process_group)
-        if self._ranks.leads and client is None:
-            raise InvalidOption(
-                "this rank has no client", field="client", value=None, limit="rank 0 talks to the service", remedy="pass rollout.connect()"
-            )
-        if inspect.iscoroutinefunction(getattr(client, "info", None)):
-            raise InvalidOption(
-                f"client is an {type(client).__name__}",
-                field="client",
-                value=type(client).__name__,
-                limit="a push blocks its caller, so it needs the blocking client",
-                remedy="pass rollout.connect(), or the client whose .aio this one is",
-            )
-        if client is not None and not callable(getattr(client, "weights_begin", None)):
-            raise InvalidOption(
-                f"client is a {type(client).__name__}",
-                field="client",
-                value=type(client).__name__,
-                limit="a blocking client of the service",
-                remedy="pass rollout.connect(address), or the client of `with rollout.local(...) as client`",
-            )
         if model is not None and not isinstance(model, torch.nn.Module):
             raise InvalidOption(
                 f"model is a {type(model).__name__}",
@@ -135,7 +115,8 @@ class WeightPush:
         self._changes = ChangeWatch(allowed=allow_unchanged)
         self._pending: PendingPush | None = None
         self._num_pushes = 0
-        facts = self._agreed(lambda: service_facts(self._talker.info()))
+        # Whatever speaks against it is found inside the step, so that the other ranks hear of it and wait for nothing.
+        facts = self._agreed(lambda: self._meet(transport, bucket_bytes))
         self._version: int = facts["version"]
         self._dtype = DTYPES[facts["dtype"]]
         if given_ids is None:
@@ -143,8 +124,13 @@ class WeightPush:
         else:
             check_canaries_fit(given_ids, num_valid_ids=facts["num_valid_ids"], max_model_len=facts["max_model_len"])
             self._canary_ids = given_ids
-        if client is not None:
-            self._transport = make_transport(transport, client, bucket_bytes=bucket_bytes, timeout_s=timeout_s, device=_device_of(model))
+
+    def _meet(self, transport: str | Transport, bucket_bytes: int | None) -> dict[str, Any]:
+        """Choose the transport and return the service's facts. Raises: InvalidOption, PushError without a running engine."""
+        client = checked_client(self._client)
+        device = _device_of(self._model)
+        self._transport = make_transport(transport, client, bucket_bytes=bucket_bytes, timeout_s=self._timeout_s, device=device)
+        return service_facts(client.info())
 
     @property
     def _talker(self) -> WeightClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,32 @@ class WeightClient(BucketClient, Protocol):
     ) -> Any: ...
 
     def weights_abort(self, update_id: str, *, timeout_s: float | None) -> None: ...
+
+
+def checked_client(client: WeightClient | None) -> WeightClient:
+    """Return rank 0's client. Raises: InvalidOption for what cannot push: none, an async one, a stranger."""
+    if client is None:
+        raise InvalidOption(
+            "this rank has no client", field="client", value=None, limit="rank 0 talks to the service", remedy="pass rollout.connect()"
+        )
+    kind = type(client).__name__
+    if inspect.iscoroutinefunction(getattr(client, "info", None)):
+        raise InvalidOption(
+            f"client is an {kind}",
+            field="client",
+            value=kind,
+            limit="a push blocks its caller, so it needs the blocking client",
+            remedy="pass rollout.connect(), or the client whose .aio this one is",
+        )
+    if not callable(getattr(client, "weights_begin", None)):
+        raise InvalidOption(
+            f"client is a {kind}",
+            field="client",
+            value=kind,
+            limit="a blocking client of the service",
+            remedy="pass rollout.connect(address), or the client of `with rollout.local(...) as client`",
+        )
+    return client
 
 
 def service_facts(info: Any) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def test_names_beyond_the_model_are_to_be_left_out_and_only_missing_ones_may_be_
     for partial in (False, True):
         error = refuse_manifest(old, {**manifest_of(new), **head}, "unknown: value.weight", "unknown: value.bias", partial=partial)
         assert "leave out what the served model does not have" in str(error.remedy) and "partial" not in str(error)
+    with pytest.raises(ManifestMismatch, match="leave out what the served model does not have; did you mean"):
+        WeightUpdate(old, None, version=1, partial=False).stage("value.weight", torch.zeros(1, 64))
     for shape in ((1, 64), ()):
         error = refuse_manifest(old, {**manifest_of(new), **head, Q: TensorSpec("float32", shape)}, "wrong shape")
         assert "offer tensors as the model has them" in str(error.remedy) and "partial" not in str(error)
