@@ -129,7 +129,8 @@ class GroupFlight(Generic[P]):
                     field="version",
                     value=newest,
                     limit=f"version() says {current} for {VERSION_GRACE_S} s",
-                    remedy="return the version of the last committed push from version()",
+                    remedy="return the version of the last committed push from version(); if the service was started again, "
+                    "push once more, as safe_point=push.push_if_needed does",
                 )
             await asyncio.sleep(0.02)
 

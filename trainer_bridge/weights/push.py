@@ -67,6 +67,7 @@ class _Update:
     partial: bool = False
     update_id: str | None = None
     regained: bool = False
+    incarnation: str = ""
     sent: Sent = field(default_factory=Sent)
     canaries: list[CanaryRecord] = field(default_factory=list)
 
@@ -130,7 +131,9 @@ class WeightPush:
         client = checked_client(self._client)
         device = _device_of(self._model)
         self._transport = make_transport(transport, client, bucket_bytes=bucket_bytes, timeout_s=self._timeout_s, device=device)
-        return service_facts(client.info())
+        info = client.info()
+        self._incarnation: str = info.incarnation
+        return service_facts(info)
 
     @property
     def _talker(self) -> WeightClient:
@@ -239,7 +242,8 @@ class WeightPush:
     def _begin(self, update: _Update, sources: Sources, *, shapes_known: bool) -> dict[str, Any]:
         """Open the update and the transport."""
         info = self._talker.info()
-        update.regained = info.needs_weights is not None
+        update.incarnation = info.incarnation
+        update.regained = info.needs_weights is not None or info.incarnation != self._incarnation
         self._changes.begin(foreign=update.regained or info.version != self._version)
         manifest = manifest_of(sources, dtype=self._dtype, head_is_tied=ties_head(self._model)) if shapes_known else None  # type: ignore[arg-type]
         ticket = self._talker.weights_begin(
@@ -287,22 +291,27 @@ class WeightPush:
         self._num_pushes += 1
         self._version = report.version
         if self._ranks.leads:
+            self._incarnation = update.incarnation
+        if self._ranks.leads:
             log.info("weights pushed: %s", report.line())
         if self._ranks.leads and report.warning is not None and report.warning == self._changes.warning:
             _warn(f"{report.warning}: was the optimizer step made, and on these parameters?")
         return report
 
     def push_if_needed(self) -> PushReport | None:
-        """Push the model's weights if the service lost its own and asks for them; for `RolloutSource(safe_point=...)`.
+        """Push the model's weights if the service lost its own; for `RolloutSource(safe_point=...)`.
 
         If the model still has the weights of the last push they come back under their version, so that no token grows older; if
-        it has others they are pushed under a new one. Returns None where nothing is asked for or the service is away, which the
+        it has others they are pushed under a new one, and so they are to a service that was started again as a whole: it serves
+        its folder's weights and knows of none that it lost. Returns None where nothing is asked for or the service is away, which the
         source bounds by `outage_s`. Every rank of a sharded trainer calls it.
         Blocks: as `push`. Raises: as `push`.
         """
         try:
-            lost = self._agreed(self._asked_for)["version"]
-            return None if lost is None else self._give_back(lost)
+            asked = self._agreed(self._asked_for)
+            if asked["version"] is not None:
+                return self._give_back(asked["version"])
+            return self.push() if asked["restarted"] else None
         except Exception as error:
             if outage_code(error) is None:
                 raise
@@ -310,7 +319,8 @@ class WeightPush:
 
     def _asked_for(self) -> dict[str, Any]:
         info = self._talker.info()
-        return {"version": info.needs_weights if info.health == "needs_weights" else None}
+        restarted = info.health == "ready" and info.incarnation != self._incarnation and info.version != self._version
+        return {"version": info.needs_weights if info.health == "needs_weights" else None, "restarted": restarted}
 
     def _give_back(self, lost: int) -> PushReport:
         """Restore the lost version where it is this trainer's last one and unchanged, else push anew."""

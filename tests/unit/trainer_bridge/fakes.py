@@ -93,6 +93,7 @@ class FakeWeightService:
     partial: list[bool] = field(default_factory=list)
     staged: dict[str, torch.Tensor] | None = None
     needs_weights: int | None = None
+    incarnation: str = "first"
 
     def _reach(self, operation: str) -> None:
         self.calls.append(operation)
@@ -108,10 +109,15 @@ class FakeWeightService:
             health=health,
             version=self.version,
             needs_weights=self.needs_weights,
+            incarnation=self.incarnation,
             weights_dir=str(self.weights_dir),
             max_message_bytes=2**20,
             engine=engine,
         )
+
+    def start_again(self, *, folder: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Serve the folder's tensors as another process, which knows of no weights that it lost."""
+        self.tensors, self.incarnation, self.version = dict(folder or {}), f"{self.incarnation} and another", self.version + 1
 
     def lose_weights(self, *, folder: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start again from the folder's tensors, as a service does whose engine host died."""

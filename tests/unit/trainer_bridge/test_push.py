@@ -275,6 +275,23 @@ def test_a_safe_point_pushes_only_what_is_asked_for_and_leaves_outages_to_the_so
         push.push_if_needed()
 
 
+def test_a_service_that_was_started_again_gets_the_weights_once_at_the_safe_point(service: FakeWeightService) -> None:
+    model = TinyNet()
+    push = WeightPush(service, model)
+    for number in range(3):
+        service.start_again(folder=dict(model.named_parameters()) if number else None)
+        service.fail_at = {"info": Away("away")}
+        assert push.push_if_needed() is None
+        service.fail_at = {}
+        # No warning either where the folder has these weights already: nobody forgot a step.
+        report = push.push_if_needed()
+        assert report is not None and report.version == push.version == service.version and report.warning is None
+        assert push.push_if_needed() is None
+    # The push of another trainer is not undone.
+    WeightPush(service, TinyNet(seed=1)).push()
+    assert push.push_if_needed() is None
+
+
 class Away(Exception):
     """What a client raises while the service is away."""
 
