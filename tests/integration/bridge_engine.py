@@ -31,6 +31,7 @@ class EngineWeights:
 
     def info(self) -> Any:
         return SimpleNamespace(
+            incarnation="the only one",
             version=self.engine.version,
             needs_weights=None,
             weights_dir=str(self.weights_dir),
