@@ -50,14 +50,14 @@ client, push = rollout.connect(address), None
 print("ready", flush=True)
 for line in sys.stdin:
     number, bucket_bytes, pause_s, mode = line.split()
-    if push is None:
-        push = WeightPush(client, transport=transport, bucket_bytes=int(bucket_bytes), allow_unchanged=True)
-        send = push._transport.send
-    def slow(bucket):
-        send(bucket)
-        time.sleep(float(pause_s))
-    push._transport.send = slow
     try:
+        if push is None:
+            push = WeightPush(client, transport=transport, bucket_bytes=int(bucket_bytes), allow_unchanged=True)
+            send = push._transport.send
+        def slow(bucket):
+            send(bucket)
+            time.sleep(float(pause_s))
+        push._transport.send = slow
         print("version", push.push(list(load_file(f"{folder}/{number}").items()), mode=mode).version, flush=True)
     except (RolloutError, PushError) as error:
         print("refused", error.code, flush=True)
