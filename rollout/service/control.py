@@ -202,9 +202,10 @@ class ControlDesk:
             age = time.monotonic() - self._update.since
             raise UpdateBusy(
                 f"update {self._update.update_id} is open",
+                field="update",
                 value=self._update.holder.label,
                 limit=f"held by {self._update.holder.label} for {age:.1f} s; one update at a time",
-                remedy="wait for its commit or abort; it ends with its holder",
+                remedy="wait for its commit or abort; that of a client that is gone ends with its lease (info().lease_s)",
             )
         if not self._admission.ready:
             raise HostFailed("no engine host is ready", remedy="wait until info().health is 'ready' or 'needs_weights'")

@@ -34,9 +34,10 @@ class Sleepers:
         if self._admission.asleep is not None:
             raise Asleep(
                 f"{what} is refused",
+                field="asleep",
                 value=self._admission.asleep,
                 limit="the engine has given its memory back",
-                remedy="wake it first; its sleep ends with the client that asked for it",
+                remedy="wake it first; its sleep ends with the client that asked for it, or with its lease (info().lease_s)",
             )
 
     def host_ready(self) -> None:
@@ -51,6 +52,7 @@ class Sleepers:
         if update_holder is not None:
             raise UpdateBusy(
                 "a weight update is open",
+                field="update",
                 value=update_holder,
                 limit=f"held by {update_holder}; an engine that sleeps can prove no weights",
                 remedy="sleep after its commit or abort",

@@ -123,7 +123,13 @@ class WeightIntake:
     def begin(self, update_id: str, version: int, manifest: Mapping[str, tuple[str, tuple[int, ...]]] | None, *, partial: bool) -> None:
         """Open an update. Raises: UpdateBusy, and what the engine refuses."""
         if self._update_id is not None:
-            raise UpdateBusy(f"update {self._update_id} is open", value=self._update_id, remedy="commit or abort it first")
+            raise UpdateBusy(
+                f"update {self._update_id} is open",
+                field="update",
+                value=self._update_id,
+                limit="one update at a time",
+                remedy="commit or abort it first",
+            )
         specs = None
         if manifest is not None:
             from areno.weights.names import TensorSpec

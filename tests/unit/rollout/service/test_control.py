@@ -124,8 +124,9 @@ def test_the_engine_stands_still_while_anybody_holds_a_pause() -> None:
 def test_an_update_belongs_to_its_holder_until_it_ends() -> None:
     desk = Desk()
     update_id = desk.begin(desk.first)
-    with pytest.raises(UpdateBusy, match="first#1"):
+    with pytest.raises(UpdateBusy, match="first#1") as busy:
         desk.begin(desk.second)
+    assert busy.value.field == "update" and "lease" in str(busy.value.remedy), "who holds it may be gone"
     with pytest.raises(NoUpdate):
         desk.commit(desk.second, update_id)
     desk.commit(desk.first, update_id)
