@@ -66,6 +66,8 @@ class GroupFlight(Generic[P]):
         self._given_up: tuple[str, BaseException] | None = None
         self._outage = OutageWatch(limit_s=options.outage_s)
         self._hold: asyncio.TimerHandle | None = None
+        # Versions that are not the trainer's, though they lie between two of its own.
+        self._foreign: list[range] = []
         self._delivered = self._dropped_stale = self._waiting_for = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -150,12 +152,22 @@ class GroupFlight(Generic[P]):
     def _drop_stale(self, current: int) -> None:
         for index in sorted(self._ready):
             task, samples = self._ready[index]
-            oldest = oldest_version(samples)
-            if oldest is None or current - oldest <= self._options.max_staleness:
+            if not self._is_stale(samples, current):
                 continue
             del self._ready[index]
             self._dropped_stale += 1
             self._again.append(self._retry_of(task))
+
+    def _is_stale(self, samples: Sequence[TrainingSample], current: int) -> bool:
+        oldest = oldest_version(samples)
+        if oldest is None:
+            return False
+        too_old = current - oldest > self._options.max_staleness
+        return too_old or any(sample.was_sampled_in(foreign) for foreign in self._foreign for sample in samples)
+
+    async def disown(self, versions: range) -> None:
+        """Take note of versions that the trainer has not published: however near, what was sampled under them is dropped as stale."""
+        self._foreign.append(versions)
 
     def _retry_of(self, task: GroupTask[P]) -> GroupTask[P]:
         return self._task(task.index, task.prompt, task.attempt + 1)

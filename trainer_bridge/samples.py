@@ -357,6 +357,11 @@ class TrainingSample:
         sampled = self.versions[self.mask]
         return int(sampled.min()) if sampled.size else None
 
+    def was_sampled_in(self, versions: range) -> bool:
+        """Return whether a token was sampled under one of these consecutive versions."""
+        sampled = self.versions[self.mask]
+        return bool(((sampled >= versions.start) & (sampled < versions.stop)).any())
+
     @property
     def is_trainable(self) -> bool:
         """Return whether a batch keeps this sample by default."""

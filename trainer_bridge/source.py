@@ -61,7 +61,9 @@ class RolloutSource(Generic[P]):
     start again from its beginning). `run_group(task)` plays one group; make it from an episode function with `each_member`.
     `version()` returns the trainer's current weight version without blocking, for example `lambda: push.version`.
     `max_staleness`: a group whose oldest sampled token is more than that many versions old when it is taken is dropped,
-    counted, and its prompt runs again; with 0 nothing runs unless a `next` waits. `max_ahead`: groups in flight or ready.
+    counted, and its prompt runs again; with 0 nothing runs unless a `next` waits. So is one of a version that a push in `safe_point`
+    left out, whatever its distance: a service that was started again serves its folder's weights under it. `max_ahead`: groups in
+    flight or ready.
     `fresh_groups`: of these, how many start only when a `next` waits, so that each step has tokens of the newest weights.
     `min_valid_members`: a group with fewer trainable members counts as failed (default: 2, or 1 for groups of one).
     A prompt that failed `max_attempts` times makes `next` raise; it stays queued. `safe_point`, if given, is called in the
@@ -118,7 +120,9 @@ class RolloutSource(Generic[P]):
                 limit="an iterable of prompts",
                 remedy="pass range(n) where a prompt is just a seed",
             )
-        self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=version, options=options, seed=seed)
+        self._version = version
+        self._held_version: int | None = None
+        self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=self._known_version, options=options, seed=seed)
         self._max_ahead = max_ahead
         self._safe_point, self._poll_s = safe_point, poll_s
         self._closed = False
@@ -215,8 +219,22 @@ class RolloutSource(Generic[P]):
             )
 
     def _reach_safe_point(self) -> None:
-        if self._safe_point is not None:
+        if self._safe_point is None:
+            return
+        # Nothing is taken by a version that is published meanwhile before it is known which of those below it are the trainer's.
+        before = self._held_version = self._version()
+        try:
             self._safe_point()
+            after = self._version()
+            if after > before + 1:
+                # A service that was started again as a whole numbered its folder's weights too: they are older than all that were pushed.
+                self._ask(self._flight.disown(range(before + 1, after)))
+        finally:
+            self._held_version = None
+
+    def _known_version(self) -> int:
+        held = self._held_version
+        return self._version() if held is None else held
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._start_lock:

@@ -107,6 +107,23 @@ def test_groups_over_the_staleness_bound_are_dropped_counted_and_played_again(pl
         assert source.stats().dropped_stale == 2
 
 
+@pytest.mark.parametrize("max_staleness", [1, 5])
+def test_what_a_service_played_on_its_folders_weights_between_a_restart_and_the_push_is_dropped(play: Play, max_staleness: int) -> None:
+    published = [5]
+
+    def push() -> None:
+        if source.stats().ready == 2:
+            published[0] = play.version = 7
+            time.sleep(0.1)
+
+    play.version = 6
+    options = {"max_ahead": 2, "max_staleness": max_staleness, "version": lambda: published[0], "safe_point": push, "poll_s": 0.01}
+    with make_source(range(2), play, **options) as source:
+        groups = source.next(2)
+        assert [(group.index, group.staleness, group.attempt) for group in groups] == [(0, 0, 1), (1, 0, 1)]
+        assert source.stats().dropped_stale == 2
+
+
 def test_staleness_counts_from_the_oldest_sampled_token_of_the_group(play: Play) -> None:
     async def mixed(task: GroupTask[Any]) -> list[TrainingSample]:
         versions = (3, 5) if task.attempt == 0 else (5, 5)
