@@ -51,11 +51,12 @@ class GroupFlight(Generic[P]):
         run_group: Callable[[GroupTask[P]], Awaitable[Sequence[TrainingSample]]],
         *,
         version: Callable[[], int],
+        owns: Callable[[int], bool],
         options: SourceOptions,
         seed: int,
     ):
         self._prompts: PromptQueue[P] = PromptQueue(prompts, options.epochs)
-        self._run_group, self._version, self._options, self._seed = run_group, version, options, seed
+        self._run_group, self._version, self._owns, self._options, self._seed = run_group, version, owns, options, seed
         self._again: deque[GroupTask[P]] = deque()
         self._in_flight: dict[int, tuple[GroupTask[P], asyncio.Task[None]]] = {}
         self._ready: dict[int, tuple[GroupTask[P], tuple[TrainingSample, ...]]] = {}
@@ -66,8 +67,6 @@ class GroupFlight(Generic[P]):
         self._given_up: tuple[str, BaseException] | None = None
         self._outage = OutageWatch(limit_s=options.outage_s)
         self._hold: asyncio.TimerHandle | None = None
-        # Versions that are not the trainer's, though they lie between two of its own.
-        self._foreign: list[range] = []
         self._delivered = self._dropped_stale = self._waiting_for = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -132,7 +131,7 @@ class GroupFlight(Generic[P]):
                     value=newest,
                     limit=f"version() says {current} for {VERSION_GRACE_S} s",
                     remedy="return the version of the last committed push from version(); if the service was started again, "
-                    "push once more, as safe_point=push.push_if_needed does",
+                    "push once more, as a source that was made with push=push does",
                 )
             await asyncio.sleep(0.02)
 
@@ -163,11 +162,8 @@ class GroupFlight(Generic[P]):
         if oldest is None:
             return False
         too_old = current - oldest > self._options.max_staleness
-        return too_old or any(sample.was_sampled_in(foreign) for foreign in self._foreign for sample in samples)
-
-    async def disown(self, versions: range) -> None:
-        """Take note of versions that the trainer has not published: however near, what was sampled under them is dropped as stale."""
-        self._foreign.append(versions)
+        # A version that is not the trainer's is of any age, however near its number.
+        return too_old or not all(self._owns(version) for sample in samples for version in sample.sampled_versions)
 
     def _retry_of(self, task: GroupTask[P]) -> GroupTask[P]:
         return self._task(task.index, task.prompt, task.attempt + 1)

@@ -357,10 +357,10 @@ class TrainingSample:
         sampled = self.versions[self.mask]
         return int(sampled.min()) if sampled.size else None
 
-    def was_sampled_in(self, versions: range) -> bool:
-        """Return whether a token was sampled under one of these consecutive versions."""
-        sampled = self.versions[self.mask]
-        return bool(((sampled >= versions.start) & (sampled < versions.stop)).any())
+    @property
+    def sampled_versions(self) -> list[int]:
+        """Return the versions that tokens were sampled under, each once, in order."""
+        return [int(version) for version in np.unique(self.versions[self.mask])]
 
     @property
     def is_trainable(self) -> bool:

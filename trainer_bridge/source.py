@@ -17,7 +17,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from trainer_bridge.errors import InvalidOption, SourceClosed, shown
 from trainer_bridge.flight import GroupFlight
@@ -43,7 +43,7 @@ def _check_arguments(prompts: object, run_group: object, version: object, safe_p
     checks = (
         ("prompts", prompts, iterable, "a sequence or an iterator of prompts", "pass [prompt] for a single one"),
         ("run_group", run_group, callable(run_group), "an async function of a GroupTask", "make it with each_member(play)"),
-        ("version", version, callable(version), "a function without arguments", "pass lambda: push.version"),
+        ("version", version, callable(version), "a function without arguments", "pass push=push, or version=lambda: ..."),
         ("safe_point", safe_point, safe_point is None or callable(safe_point), "a function without arguments", "pass push.push_if_needed"),
         ("seed", seed, isinstance(seed, int) and not isinstance(seed, bool), "an integer", "pass an int"),
         ("poll_s", poll_s, is_finite(poll_s) and 0 < poll_s <= 3600, "seconds above 0, at most 3600", "leave poll_s at 0.25"),  # type: ignore[operator]
@@ -53,22 +53,49 @@ def _check_arguments(prompts: object, run_group: object, version: object, safe_p
             raise InvalidOption(f"{name}={shown(value)}", field=name, value=value, limit=limit, remedy=remedy)
 
 
+class Publisher(Protocol):
+    """What a source needs of a `WeightPush`."""
+
+    @property
+    def version(self) -> int: ...
+
+    def owns(self, version: int) -> bool: ...
+
+    def push_if_needed(self) -> object: ...
+
+
+def _any_version(version: int) -> bool:
+    return True
+
+
+def _check_push(push: object) -> None:
+    if not all(hasattr(push, name) for name in ("version", "owns", "push_if_needed")):
+        raise InvalidOption(
+            f"push={shown(push)}",
+            field="push",
+            value=push,
+            limit="a WeightPush",
+            remedy="pass the WeightPush itself, or version=lambda: ...",
+        )
+
+
 @checks_names(InvalidOption, OTHER_OPTIONS)
 class RolloutSource(Generic[P]):
     """Yield groups of samples for training steps while further groups are played.
 
     `prompts`: a sequence (read `epochs` times, None = for ever) or an iterator (read once; after `load_state_dict` it must
     start again from its beginning). `run_group(task)` plays one group; make it from an episode function with `each_member`.
-    `version()` returns the trainer's current weight version without blocking, for example `lambda: push.version`.
+    `push`: the `WeightPush` whose weights the groups are played with; it tells the current version and which versions are the trainer's,
+    and pushes again to a service that lost them, while `next` waits (`push_if_needed`). Where something else publishes the weights,
+    `version()` returns the trainer's current version without blocking, in place of `push`.
     `max_staleness`: a group whose oldest sampled token is more than that many versions old when it is taken is dropped,
-    counted, and its prompt runs again; with 0 nothing runs unless a `next` waits. So is one of a version that a push in `safe_point`
-    left out, whatever its distance: a service that was started again serves its folder's weights under it. `max_ahead`: groups in
-    flight or ready.
+    counted, and its prompt runs again; with 0 nothing runs unless a `next` waits. So is one of a version that `push` has not published,
+    whatever its distance: a service that was started again serves its folder's weights under one. `max_ahead`: groups in flight or ready.
     `fresh_groups`: of these, how many start only when a `next` waits, so that each step has tokens of the newest weights.
     `min_valid_members`: a group with fewer trainable members counts as failed (default: 2, or 1 for groups of one).
     A prompt that failed `max_attempts` times makes `next` raise; it stays queued. `safe_point`, if given, is called in the
     caller's thread when `next` starts and every `poll_s` seconds while it waits: the place for weights that are asked for
-    (`WeightPush.push_if_needed`).
+    (by default `push.push_if_needed`).
     A service that is away (host died, waits for weights, busy, unreachable) costs no attempt: prompts are held and tried again,
     less and less often, and only failures that go on for `outage_s` seconds of a waiting `next` make it raise ServiceOutage.
     Raises: InvalidOption.
@@ -80,7 +107,8 @@ class RolloutSource(Generic[P]):
         run_group: Callable[[GroupTask[P]], Awaitable[Sequence[TrainingSample]]],
         *,
         group_size: int,
-        version: Callable[[], int],
+        push: Publisher | None = None,
+        version: Callable[[], int] | None = None,
         max_staleness: int = 1,
         max_ahead: int = 8,
         fresh_groups: int = 0,
@@ -92,7 +120,19 @@ class RolloutSource(Generic[P]):
         poll_s: float = 0.25,
         outage_s: float = 60.0,
     ):
+        if (push is None) == (version is None):
+            raise InvalidOption(
+                "a source is made with push or with version" if push is None else "a source was given push and version",
+                field="push",
+                limit="one of them",
+                remedy="pass push=push, a WeightPush; or version=lambda: ... where something else publishes the weights",
+            )
+        owns: Callable[[int], bool] = _any_version
+        if push is not None:
+            _check_push(push)
+            version, safe_point, owns = lambda: push.version, safe_point or push.push_if_needed, push.owns
         _check_arguments(prompts, run_group, version, safe_point, seed, poll_s)
+        assert version is not None, "it is one of the two"
         options = SourceOptions(
             group_size=group_size,
             max_staleness=max_staleness,
@@ -103,26 +143,7 @@ class RolloutSource(Generic[P]):
             epochs=epochs,
             outage_s=outage_s,
         )
-        for name, given in (("run_group", run_group), ("version", version), ("safe_point", safe_point)):
-            if not callable(given) and not (name == "safe_point" and given is None):
-                raise InvalidOption(
-                    f"{name} is a {type(given).__name__}",
-                    field=name,
-                    value=type(given).__name__,
-                    limit="a function, called again and again",
-                    remedy="pass version=lambda: push.version" if name == "version" else f"pass the function {name}",
-                )
-        if not isinstance(prompts, Iterable) and not hasattr(prompts, "__getitem__"):
-            raise InvalidOption(
-                f"prompts is a {type(prompts).__name__}",
-                field="prompts",
-                value=type(prompts).__name__,
-                limit="an iterable of prompts",
-                remedy="pass range(n) where a prompt is just a seed",
-            )
-        self._version = version
-        self._held_version: int | None = None
-        self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=self._known_version, options=options, seed=seed)
+        self._flight: GroupFlight[P] = GroupFlight(prompts, run_group, version=version, owns=owns, options=options, seed=seed)
         self._max_ahead = max_ahead
         self._safe_point, self._poll_s = safe_point, poll_s
         self._closed = False
@@ -219,22 +240,8 @@ class RolloutSource(Generic[P]):
             )
 
     def _reach_safe_point(self) -> None:
-        if self._safe_point is None:
-            return
-        # Nothing is taken by a version that is published meanwhile before it is known which of those below it are the trainer's.
-        before = self._held_version = self._version()
-        try:
+        if self._safe_point is not None:
             self._safe_point()
-            after = self._version()
-            if after > before + 1:
-                # A service that was started again as a whole numbered its folder's weights too: they are older than all that were pushed.
-                self._ask(self._flight.disown(range(before + 1, after)))
-        finally:
-            self._held_version = None
-
-    def _known_version(self) -> int:
-        held = self._held_version
-        return self._version() if held is None else held
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._start_lock:

@@ -23,8 +23,8 @@ class AuditedEngine(FakeEngine):
     """A fake whose host must behave from the moment it asks for work, which is after it said that it is ready."""
 
     def __init__(self, **options: Any) -> None:
-        # As the real engine does: weights need it.
-        importlib.import_module("torch")
+        # The intake of weights uses parts of the real engine, which has them loaded before it is ready.
+        importlib.import_module("areno.engine")
         super().__init__(**options)
 
     @property

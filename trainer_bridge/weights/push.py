@@ -119,6 +119,7 @@ class WeightPush:
         # Whatever speaks against it is found inside the step, so that the other ranks hear of it and wait for nothing.
         facts = self._agreed(lambda: self._meet(transport, bucket_bytes))
         self._version: int = facts["version"]
+        self._first_version, self._published = self._version, set[int]()
         self._dtype = DTYPES[facts["dtype"]]
         if given_ids is None:
             self._canary_ids = default_canary_ids(facts["num_valid_ids"], facts["max_model_len"])
@@ -160,6 +161,13 @@ class WeightPush:
     def version(self) -> int:
         """Return the version of the last committed push, at first the one that the service served."""
         return self._version
+
+    def owns(self, version: int) -> bool:
+        """Return whether a version is one of this trainer's, or at least as old as the one that it began with.
+
+        A service that was started again serves its folder's weights under a version between two of the trainer's.
+        """
+        return version <= self._first_version or version in self._published
 
     @overload
     def push(
@@ -289,6 +297,7 @@ class WeightPush:
             self._abort(update, error)
             raise
         self._num_pushes += 1
+        self._published.add(report.version)
         self._version = report.version
         if self._ranks.leads:
             self._incarnation = update.incarnation

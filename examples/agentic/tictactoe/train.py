@@ -141,11 +141,10 @@ def train(options: Options, run: Run, live: LiveReport, interrupts: Interrupts) 
             seeds,
             each_member(table.play_for_training),
             group_size=options.group_size,
-            version=lambda: push.version,
+            push=push,
             max_staleness=options.max_staleness,
             max_ahead=max(1, options.max_staleness) * groups,
             fresh_groups=max(1, groups // 8),
-            safe_point=push.push_if_needed,
         ) as source:
             for step in range(1, options.steps + 1):
                 step_started = time.monotonic()

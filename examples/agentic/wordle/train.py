@@ -120,11 +120,10 @@ def train(client: rollout.Client, model: Any, options: Options, out: TextIO) -> 
         seeds,
         table.play_group,
         group_size=options.members,
-        version=lambda: push.version,
+        push=push,
         max_staleness=1,
         max_ahead=options.groups,
         fresh_groups=max(1, options.groups // 8),
-        safe_point=push.push_if_needed,
     ) as source:
         for step in range(1, options.steps + 1):
             started = time.monotonic()

@@ -107,21 +107,43 @@ def test_groups_over_the_staleness_bound_are_dropped_counted_and_played_again(pl
         assert source.stats().dropped_stale == 2
 
 
+class Pushed:
+    """A push whose service was started again while it had version 5: the folder's weights are 6, and what it pushes then is 7."""
+
+    def __init__(self, play: Play) -> None:
+        self.version, self._play, self.asked = 5, play, 0
+
+    def owns(self, version: int) -> bool:
+        return version != 6
+
+    def push(self) -> None:
+        self.version = self._play.version = 7
+
+    def push_if_needed(self) -> None:
+        self.asked += 1
+
+
 @pytest.mark.parametrize("max_staleness", [1, 5])
-def test_what_a_service_played_on_its_folders_weights_between_a_restart_and_the_push_is_dropped(play: Play, max_staleness: int) -> None:
-    published = [5]
-
-    def push() -> None:
-        if source.stats().ready == 2:
-            published[0] = play.version = 7
-            time.sleep(0.1)
-
+def test_what_a_service_played_on_its_folders_weights_after_a_restart_is_dropped_whoever_pushed_again(
+    play: Play, max_staleness: int
+) -> None:
+    push = Pushed(play)
     play.version = 6
-    options = {"max_ahead": 2, "max_staleness": max_staleness, "version": lambda: published[0], "safe_point": push, "poll_s": 0.01}
-    with make_source(range(2), play, **options) as source:
+    options = {"group_size": 2, "max_ahead": 2, "max_staleness": max_staleness, "push": push, "poll_s": 0.01}
+    with RolloutSource(range(2), play, **options) as source:
+        source.start()
+        wait_for(lambda: source.stats().ready == 2)
+        threading.Timer(0.1, push.push).start()
         groups = source.next(2)
         assert [(group.index, group.staleness, group.attempt) for group in groups] == [(0, 0, 1), (1, 0, 1)]
-        assert source.stats().dropped_stale == 2
+        assert source.stats().dropped_stale == 2 and push.asked > 1
+
+
+def test_a_source_is_made_with_a_push_or_with_a_version(play: Play) -> None:
+    for given in ({}, {"push": Pushed(play), "version": lambda: 0}, {"push": lambda: 3}):
+        with pytest.raises(InvalidOption, match="push") as refused:
+            RolloutSource(range(2), play, group_size=2, **given)  # type: ignore[arg-type]
+        assert refused.value.field == "push" and "WeightPush" in str(refused.value.remedy)
 
 
 def test_staleness_counts_from_the_oldest_sampled_token_of_the_group(play: Play) -> None:
@@ -459,7 +481,7 @@ def test_options_outside_their_domain_are_refused_by_name(play: Play, option: st
 
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
-    [("version", 3, "lambda: push.version"), ("safe_point", 1, "push.push_if_needed"), ("prompts", 5, "[prompt]")],
+    [("version", 3, "version=lambda: ..."), ("safe_point", 1, "push.push_if_needed"), ("prompts", 5, "[prompt]")],
 )
 def test_what_is_no_function_and_no_list_of_prompts_is_refused_at_once(play: Play, option: str, value: int, remedy: str) -> None:
     given: dict[str, Any] = {"prompts": range(4), "run_group": play, "group_size": 2, "version": lambda: 0} | {option: value}
