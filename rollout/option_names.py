@@ -4,7 +4,7 @@ Python's own answer is a bare TypeError, which no handler of the package's error
 classes and functions whose parameters are spelled out; what takes names as data asks `unknown_name`. A TypeError from inside the
 call passes through as it is.
 
-Engine, service and bridge each have this module, alike but for their errors and the bridge's table, because none imports another.
+Engine and service each have this module, alike, because a service's client loads nothing of the engine. The bridge uses the engine's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from rollout.errors import RolloutError, shown
+from rollout.errors import shown
 
 # Names that other libraries use, and what they are here: a known name, or a remedy in words.
 OTHER_OPTIONS: Mapping[str, str] = {
@@ -60,8 +60,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def unknown_name(
-    name: object, known: Iterable[str], *, error: Callable[..., RolloutError], others: Mapping[str, str] | None = None
-) -> RolloutError:
+    name: object, known: Iterable[str], *, error: Callable[..., Exception], others: Mapping[str, str] | None = None
+) -> Exception:
     """Return the refusal of a name that is not among the known ones. `others` maps names of other places to a known name or to a remedy."""
     names = list(known)
     other = (others or {}).get(str(name), "")
@@ -77,8 +77,8 @@ def unknown_name(
 
 
 def _refusal(
-    target: Callable[..., Any], given: int, options: Mapping[str, Any], error: Callable[..., RolloutError], others: Mapping[str, str] | None
-) -> RolloutError | None:
+    target: Callable[..., Any], given: int, options: Mapping[str, Any], error: Callable[..., Exception], others: Mapping[str, str] | None
+) -> Exception | None:
     """Return what is wrong with how a call was written, if anything is; `given` counts its arguments without a name."""
     parameters = list(inspect.signature(target).parameters.values())
     if given and parameters[0].name == "self":
@@ -108,7 +108,7 @@ def _refusal(
     return None
 
 
-def checks_names(error: Callable[..., RolloutError], others: Mapping[str, str] | None = None) -> Callable[[C], C]:
+def checks_names(error: Callable[..., Exception], others: Mapping[str, str] | None = None) -> Callable[[C], C]:
     """Let a class or a function refuse unknown, missing and unnamed arguments with `error`; `others` as in `unknown_name`."""
 
     def decorate(target: C) -> C:

@@ -220,9 +220,6 @@ def test_what_breaks_inside_a_call_is_no_fault_of_its_names() -> None:
     assert list(inspect.signature(broken).parameters) == ["size"]
 
 
-def test_engine_service_and_bridge_have_the_same_rule() -> None:
-    modules = (areno.option_names, rollout.option_names, trainer_bridge.option_names)
-    engines, services, bridges = (Path(module.__file__).read_text() for module in modules)
-    assert engines == services.replace("rollout.errors", "areno.errors").replace("RolloutError", "ArenoError")
-    rule = "C = TypeVar"
-    assert engines[engines.index(rule) :] == bridges[bridges.index(rule) :].replace("BridgeError", "ArenoError")
+def test_engine_and_service_have_the_same_rule() -> None:
+    engines, services = (Path(module.__file__).read_text() for module in (areno.option_names, rollout.option_names))
+    assert engines == services.replace("rollout.errors", "areno.errors")

@@ -400,7 +400,7 @@ class WeightPush:
 def _warn(text: str) -> None:
     """Warn where the trainer's code called, however many of our own frames lie between."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trainer_bridge."):
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(("trainer_bridge.", "areno.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(PushWarning(text), stacklevel=level)
 
