@@ -96,8 +96,9 @@ class StreamRecord(Pending):
     """A generation under way; see the module. `group_id` names the message that began it together with others.
 
     An update may cut it and let it go on as another request: `wire_id` is the one that the service knows now, `frames_now` its
-    message, `base` the tokens that came before it, `cuts` the numbers of ids at which it was cut. `prepared` is what the caller
-    asked for, None where nothing can go on. `listening` counts who begins and ceases to listen.
+    message, `base` the tokens that came before it, `rebuilt_at` the numbers of ids at which its KV was rebuilt until then, the last of
+    them where it was cut. `prepared` is what the caller asked for, None where nothing can go on. `listening` counts who begins and
+    ceases to listen.
     """
 
     __slots__ = (
@@ -106,7 +107,6 @@ class StreamRecord(Pending):
         "base",
         "begun",
         "cached_tokens",
-        "cuts",
         "ending",
         "frames_now",
         "group_id",
@@ -114,6 +114,7 @@ class StreamRecord(Pending):
         "prepared",
         "prompt_ids",
         "prompt_score",
+        "rebuilt_at",
         "text",
         "wants",
         "wire_id",
@@ -135,7 +136,7 @@ class StreamRecord(Pending):
         self.listening = Changes() if listening is None else listening
         self.prepared, self.wire_id, self.frames_now, self.begun = prepared, request_id, frames, since
         self.base = self.cached_tokens = 0
-        self.cuts: list[int] = []
+        self.rebuilt_at: list[int] = []
         self.prompt_ids, self.wants, self.group_id = prompt_ids, wants, group_id
         self.ending: Ending | None = None
         self.prompt_score: PromptScore | None = None
@@ -189,9 +190,10 @@ class StreamRecord(Pending):
 
     def go_on(self, ending: Ending, wire_id: bytes, frames: list[Frame]) -> None:
         """Let another request bring the rest. Mutates: the record; what came stays."""
-        if not self.cuts:
+        if not self.rebuilt_at:
             self.cached_tokens = ending.cached_tokens
-        self.cuts.append(int(self.prompt_ids.size) + self.length)
+        # The part that ends here may have been preempted, and rebuilt, before it was cut.
+        self.rebuilt_at = sorted({*self.rebuilt_at, *ending.kv_rebuilt_at, int(self.prompt_ids.size) + self.length})
         self.base, self.wire_id, self.frames_now = self.length, wire_id, frames
 
     def tokens(self, start: int, stop: int) -> Columns:

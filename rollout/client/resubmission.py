@@ -42,13 +42,13 @@ def continued_frames(record: StreamRecord, ending: Ending, wire_id: bytes) -> li
 
 def joined_ending(record: StreamRecord, ending: Ending) -> Ending:
     """Return the ending of a whole generation from that of its last part."""
-    if not record.base and not record.cuts:
+    if not record.rebuilt_at:
         return ending
     return ending.model_copy(
         update={
             "output_tokens": record.base + ending.output_tokens,
             "prompt_tokens": int(record.prompt_ids.size),
             "cached_tokens": record.cached_tokens,
-            "kv_rebuilt_at": [*record.cuts, *ending.kv_rebuilt_at],
+            "kv_rebuilt_at": sorted({*record.rebuilt_at, *ending.kv_rebuilt_at}),
         }
     )

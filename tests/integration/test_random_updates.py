@@ -17,7 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from safetensors.torch import save_file
 import rollout
 from rollout.errors import UpdateBusy
 from tests.fixtures_models import reference_keep_logprobs, reference_logprobs, tiny_model, write_checkpoint
+from trainer_bridge import WeightPush
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -193,6 +196,43 @@ def settled_version(client: rollout.Client) -> int:
         else:
             client.weights_abort(ticket.update_id)
             return client.info().version
+
+
+def test_a_request_that_was_preempted_before_an_update_cut_it_says_where_its_cache_was_rebuilt(tmp_path: Path) -> None:
+    made = {number: tiny_model("llama", seed=number) for number in range(3)}
+    tensors = {number: list(model.named_parameters()) for number, model in made.items()}
+    folder = write_checkpoint(tmp_path / "tiny", "llama", seed=0)
+    # Two requests of 33 + 450 tokens need 62 pages.
+    with rollout.local(str(folder), dtype="float32", threads=1, max_rows=2, page_size=16, num_pages=34) as client:
+        push = WeightPush(client, transport="memory", process_group=None)
+        prompts = [np.random.default_rng(number).integers(3, 250, 33) for number in range(2)]
+        with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+            warnings.simplefilter("ignore")
+            options: dict[str, Any] = {"max_new_tokens": 450, "ignore_eos": True}
+            asked = [pool.submit(client.generate, prompt, seed=number, **options) for number, prompt in enumerate(prompts)]
+            wait_until(lambda: client.stats()["engine"]["running"] == 2)
+            models = {0: made[0], push.push(tensors[1]).version: made[1]}
+            close = push._transport.close
+
+            def closing() -> None:
+                # The one that lost its pages runs again when the other has ended.
+                wait_until(lambda: client.stats()["engine"]["preemptions"] > 0 and client.stats()["live"] == 1)
+                close()
+
+            push._transport.close = closing  # type: ignore[method-assign]
+            models[push.push(tensors[2], mode="abort_requests").version] = made[2]
+            generations = [one.result(30) for one in asked]
+    for generation in generations:
+        assert np.abs(generation.logprobs - expected_logprobs(generation, "keep", models)).max() < TOLERANCE
+    assert {int(version) for one in generations for version in one.versions} == set(models), "one was cut"
+    assert max(len(one.kv_rebuilt_at) for one in generations) == 2, "rebuilt when it had pages again, and when it was cut"
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
 
 
 LONG = [
