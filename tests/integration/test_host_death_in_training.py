@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import rollout
 from examples.agentic.tiny_model import MODEL_DIR
 from tests.integration.test_bridge_service import Games, forward
+from tests.integration.test_service_weights import wait_until
 from trainer_bridge import RolloutSource, WeightPush, collate, each_member, logprob_gap, policy_loss
 
 torch.set_num_threads(1)
@@ -97,7 +96,7 @@ def test_training_goes_on_unattended_when_the_whole_service_is_killed_and_starte
             with RolloutSource(range(1000), play, group_size=4, push=push, max_staleness=3, max_ahead=4) as source:
                 for step in range(4):
                     if step == 2:
-                        wait_for(lambda: source.stats().ready == 4 or not ready)
+                        wait_until(lambda: source.stats().ready == 4 or not ready)
                         kill_all(first)
                         second.start()
                     groups = source.next(4, timeout_s=60.0)
@@ -116,10 +115,3 @@ def test_training_goes_on_unattended_when_the_whole_service_is_killed_and_starte
     assert 3 not in published and max(published) >= 5, "3 are the folder's weights, of the service that was started again"
     assert sampled <= set(published), "what was played on them is in no batch"
     assert all(gap.max_exact < 1e-4 for gap in gaps if gap.num_exact)
-
-
-def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)

@@ -19,7 +19,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from safetensors.torch import save_file
 import rollout
 from rollout.errors import UpdateBusy
 from tests.fixtures_models import reference_keep_logprobs, reference_logprobs, tiny_model, write_checkpoint
+from tests.integration.test_service_weights import wait_until
 from trainer_bridge import WeightPush
 
 torch.set_num_threads(1)
@@ -226,13 +226,6 @@ def test_a_request_that_was_preempted_before_an_update_cut_it_says_where_its_cac
         assert np.abs(generation.logprobs - expected_logprobs(generation, "keep", models)).max() < TOLERANCE
     assert {int(version) for one in generations for version in one.versions} == set(models), "one was cut"
     assert max(len(one.kv_rebuilt_at) for one in generations) == 2, "rebuilt when it had pages again, and when it was cut"
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 LONG = [

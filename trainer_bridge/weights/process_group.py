@@ -18,12 +18,12 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from areno.parallel import nccl_group, on_this_stream
 from trainer_bridge.errors import TransportUnusable
 from trainer_bridge.weights.bucket import PackedBucket, pack
 from trainer_bridge.weights.names import DTYPES
@@ -39,8 +39,6 @@ TRAINER_RANK, GROUP_SIZE = 0, 2
 # Read by the other side before it joins: two ranks of groups of other sizes can meet, and wait for a third for ever.
 SIZE_KEY = "size"
 REMEDY = "let the engine host reach this host and port, pass ProcessGroupTransport(client, host=...), or choose another transport"
-# Waits are bounded here. The library's own watch would end the whole process where the other side is gone.
-_NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class _HostLane:
@@ -106,11 +104,8 @@ class _DeviceLane:
 
 
 def _options() -> Any:
-    options = dist.BroadcastOptions()
+    options = on_this_stream(dist.BroadcastOptions())
     options.rootRank, options.rootTensor = TRAINER_RANK, 0
-    if hasattr(options, "asyncOp"):
-        # On the current stream, where the library has the choice.
-        options.asyncOp = False
     return options
 
 
@@ -216,7 +211,7 @@ class ProcessGroupTransport:
             store.set(SIZE_KEY, str(GROUP_SIZE))
             if backend == "nccl":
                 assert self._device is not None, "NCCL is tried for weights on a device"
-                return _nccl_group(store, self._timeout, self._device)
+                return nccl_group(store, TRAINER_RANK, GROUP_SIZE, self._timeout, self._device)
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=self._host)]
@@ -276,31 +271,6 @@ def _end(group: Any, lanes: list[_HostLane] | list[_DeviceLane], process: int) -
         for lane in lanes:
             lane.rest()
     lanes.clear()
-
-
-def _nccl_group(store: Any, timeout: datetime.timedelta, device: torch.device) -> Any:
-    """Return a group that the other side has met, too. Blocks: until then. Raises: RuntimeError."""
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    with torch.cuda.device(device), _defaults_in_environment():
-        group = nccl(store, TRAINER_RANK, GROUP_SIZE, options)
-        # The communicator is made by the first collective.
-        group.allreduce([torch.zeros(1, device=device)]).wait()
-        torch.cuda.current_stream().synchronize()
-        return group
-
-
-@contextlib.contextmanager
-def _defaults_in_environment() -> Iterator[None]:
-    """Set what the environment does not say for the length of a block: NCCL's group reads its options there, once."""
-    added = {name: value for name, value in _NCCL_DEFAULTS.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def check_own(host: str) -> None:
