@@ -47,15 +47,58 @@ def test_all_ranks_have_the_bits_of_a_sum_in_their_order(ranks: int, size: int, 
             signals[peer].zero_()
 
 
+@pytest.mark.parametrize(("ranks", "size", "tokens", "turn"), [(4, 96, 6, 0), (4, 64, 5, 1), (3, 40, 4, 0), (2, 16, 2, 1)])
+def test_shared_sums_are_added_once_and_handed_on(ranks: int, size: int, tokens: int, turn: int) -> None:
+    dtype = torch.float16
+    parts, signals = memory_of(ranks, size, dtype)
+    weight, start = torch.rand(size).to(dtype), torch.randn(tokens, size).to(dtype)
+    total = torch.zeros(tokens, size)
+    for part in parts:
+        total += part[turn, :tokens].float()
+    expected, normed = start.clone(), torch.empty_like(start)
+    add_rms_norm(expected, total.to(dtype), weight, 1e-5, normed)
+    adder = torch.arange(tokens) % ranks
+    other = 1 - turn
+    kept = [part.clone() for part in parts]
+    for rank in range(ranks):
+        own = adder == rank
+        for memory, part in zip(parts, kept, strict=True):
+            memory.copy_(part)
+        # What the others would have done: their parts are there for rows of this rank, their sums for theirs.
+        parts[rank][turn, :tokens][~own] = total[~own].to(dtype)
+        for peer in range(ranks):
+            signals[rank][turn, :tokens, peer] = ((adder == peer) | own).int() * int(peer != rank)
+        x, out = start.clone(), torch.full_like(start, math.nan)
+        stop = torch.zeros(1, dtype=torch.int32)
+        peer_add_rms_norm(x, parts, signals, turn, weight, 1e-5, out, rank=rank, stop=stop, shared=True)
+        assert torch.equal(x, expected) and torch.equal(out, normed)
+        assert not signals[rank].any(), "signals are taken back"
+        for peer in range(ranks):
+            if peer == rank:
+                continue
+            wanted = torch.zeros_like(signals[peer])
+            wanted[turn, :tokens, rank] = (own | (adder == peer)).int()
+            assert torch.equal(signals[peer], wanted), "told by rows: each hears of sums of this rank's and of parts of its own rows"
+            signals[peer].zero_()
+            written = parts[peer][turn, :tokens]
+            assert torch.equal(written[own], total[own].to(dtype)) and torch.equal(written[~own], kept[peer][turn, :tokens][~own])
+            assert torch.equal(parts[peer][other], kept[peer][other]) and torch.equal(parts[peer][turn, tokens:], kept[peer][turn, tokens:])
+
+
 def test_the_stop_word_ends_the_wait_for_a_rank_that_is_gone() -> None:
     parts, signals = memory_of(2, 16, torch.float32)
     x, out = torch.zeros(2, 16), torch.zeros(2, 16)
     peer_add_rms_norm(x, parts, signals, 0, torch.ones(16), 1e-5, out, rank=0, stop=torch.ones(1, dtype=torch.int32))
+    assert not signals[0].any() and signals[1][0, :2, 0].tolist() == [1, 1]
+    peer_add_rms_norm(x, parts, signals, 0, torch.ones(16), 1e-5, out, rank=0, stop=torch.ones(1, dtype=torch.int32), shared=True)
     assert not signals[0].any() and signals[1][0, :2, 0].tolist() == [1, 1]
 
 
 def test_more_rows_than_there_is_memory_for_are_refused() -> None:
     parts, signals = memory_of(2, 16, torch.float32)
     x = torch.zeros(ROWS + 1, 16)
+    stop = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(AssertionError, match="7 tokens of 6"):
-        peer_add_rms_norm(x, parts, signals, 0, torch.ones(16), 1e-5, x.clone(), rank=0, stop=torch.zeros(1, dtype=torch.int32))
+        peer_add_rms_norm(x, parts, signals, 0, torch.ones(16), 1e-5, x.clone(), rank=0, stop=stop)
+    with pytest.raises(AssertionError, match="1 tokens are not shared by 2 ranks"):
+        peer_add_rms_norm(x[:1], parts, signals, 0, torch.ones(16), 1e-5, x[:1].clone(), rank=0, stop=stop, shared=True)
