@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,12 +75,20 @@ class TPGroup:
 
     @staticmethod
     def connect(
-        *, rank: int, size: int, init_method: str, backend: str, timeout_s: float = 60.0, device: torch.device | None = None
+        *,
+        rank: int,
+        size: int,
+        init_method: str,
+        backend: str,
+        timeout_s: float = 60.0,
+        device: torch.device | None = None,
+        given_up: threading.Event | None = None,
     ) -> TPGroup:
-        """Meet the other ranks of this host at `init_method`: a store as file:///path or tcp://host:port, which rank 0 opens.
+        """Meet the other ranks of this host at `init_method`: a store as file:///folder, made if need be, or tcp://host:port,
+        which rank 0 opens.
 
-        `device` is the rank's; with NCCL by default the device of its own number. Blocks: until all are there, at most
-        `timeout_s`. Raises: InvalidConfig, EngineFailure.
+        `device` is the rank's; with NCCL by default the device of its own number. `given_up`, once set, ends waits in a folder.
+        Blocks: until all are there, at most `timeout_s`. Raises: InvalidConfig, EngineFailure.
         """
         import torch.distributed as dist
 
@@ -96,7 +105,7 @@ class TPGroup:
             return TPGroup.single(device)
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            store = _open_store(init_method, rank, size, timeout)
+            store = _open_store(init_method, rank, size, timeout, given_up)
             group = _backend_group(backend, dist.PrefixStore(_PREFIX, store), rank, size, timeout, device)
         except RuntimeError as error:
             raise _lost(f"rank {rank} of {size} did not meet the others at {init_method}", error) from error
@@ -231,23 +240,23 @@ def _lost(what: str, error: BaseException) -> EngineFailure:
     )
 
 
-def _open_store(init_method: str, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    import torch.distributed as dist
-
+def _open_store(init_method: str, rank: int, size: int, timeout: datetime.timedelta, given_up: threading.Event | None) -> Any:
     scheme, _, place = init_method.partition("://")
     if scheme == "file":
-        store: Any = dist.FileStore(place, size)
-        store.set_timeout(timeout)
-        return store
+        from areno.folder_store import FolderStore
+
+        return FolderStore(Path(place), timeout, given_up)
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal():
         raise InvalidConfig(
             f"init_method={init_method!r} is no store",
             field="init_method",
             value=init_method,
-            limit="known: file:///path and tcp://host:port",
-            remedy="use file:///path",
+            limit="known: file:///folder and tcp://host:port",
+            remedy="use file:///folder",
         )
+    import torch.distributed as dist
+
     return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
 
 

@@ -14,22 +14,26 @@ from areno.errors import EngineFailure
 
 T = TypeVar("T")
 _GRACE_S = 1.0
+_LEAVE_S = 0.1
 
 
-def meet_in_thread(connect: Callable[[], T], wait: Callable[[Callable[[], bool]], None], limit_s: float) -> T:
+def meet_in_thread(connect: Callable[[threading.Event], T], wait: Callable[[Callable[[], bool]], None], limit_s: float) -> T:
     """Return what `connect` returns. `wait` returns once its argument is true, or raises what ended the ranks.
 
+    `connect` gets an event that is set when nobody waits for it any more: a thread of Python's must not be in there when its process ends.
     Blocks: at most `limit_s`, by which `connect` is bounded itself where its library can be. Raises: what either raises, EngineFailure.
     """
     found: list[T | BaseException] = []
+    given_up = threading.Event()
 
     def run() -> None:
         try:
-            found.append(connect())
+            found.append(connect(given_up))
         except BaseException as error:
             found.append(error)
 
-    threading.Thread(target=run, name="group-connect", daemon=True).start()
+    thread = threading.Thread(target=run, name="group-connect", daemon=True)
+    thread.start()
     deadline = time.monotonic() + limit_s + _GRACE_S
 
     def met() -> bool:
@@ -37,7 +41,12 @@ def meet_in_thread(connect: Callable[[], T], wait: Callable[[Callable[[], bool]]
             raise EngineFailure(f"the ranks did not meet within {limit_s:g} s", field="tp", remedy="see their log, then start again")
         return bool(found)
 
-    wait(met)
+    try:
+        wait(met)
+    except BaseException:
+        given_up.set()
+        thread.join(_LEAVE_S)
+        raise
     (result,) = found
     if isinstance(result, BaseException):
         raise result

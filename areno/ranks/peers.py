@@ -185,7 +185,7 @@ class Peers:
 
         self._writer.wait(reached)
 
-    def _connect(self) -> TPGroup:
+    def _connect(self, given_up: threading.Event) -> TPGroup:
         import torch
 
         from areno.parallel import TPGroup
@@ -194,7 +194,13 @@ class Peers:
         if plan.backend == "none":
             return TPGroup.single(device)
         return TPGroup.connect(
-            rank=0, size=self.size, init_method=self._meeting, backend=plan.backend, timeout_s=plan.stall_s, device=device
+            rank=0,
+            size=self.size,
+            init_method=self._meeting,
+            backend=plan.backend,
+            timeout_s=plan.stall_s,
+            device=device,
+            given_up=given_up,
         )
 
     def check(self) -> None:

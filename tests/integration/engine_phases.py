@@ -11,6 +11,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,9 +74,9 @@ class PhasePeers(Peers):
                 self.now(phase)
         return number
 
-    def _connect(self) -> TPGroup:
+    def _connect(self, given_up: threading.Event) -> TPGroup:
         self.now("meeting")
-        return super()._connect()
+        return super()._connect(given_up)
 
     def _settle(self) -> None:
         self.now("close")

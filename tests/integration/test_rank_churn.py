@@ -14,9 +14,9 @@ from tests.rank_churn import Checkpoints, Churn
     ("model", "size", "seed", "steps"),
     [
         ("qwen3", 2, 12, 40),
-        pytest.param("llama-tied", 2, 8, 120, marks=pytest.mark.long),
-        pytest.param("qwen3", 4, 9, 80, marks=pytest.mark.long),
-        pytest.param("llama-tied", 4, 10, 80, marks=pytest.mark.long),
+        pytest.param("llama-tied", 2, 22, 120, marks=pytest.mark.long),
+        pytest.param("qwen3", 4, 22, 80, marks=pytest.mark.long),
+        pytest.param("llama-tied", 4, 22, 80, marks=pytest.mark.long),
     ],
 )
 def test_several_ranks_tell_what_one_does_whatever_happens(tmp_path: Path, model: str, size: int, seed: int, steps: int) -> None:

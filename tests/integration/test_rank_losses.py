@@ -182,7 +182,7 @@ def test_a_rank_that_is_lost_while_ranks_meet_is_named_though_the_library_waits_
 ) -> None:
     released = threading.Event()
 
-    def connect(peers: Peers) -> None:
+    def connect(peers: Peers, given_up: threading.Event) -> None:
         os.kill(peers.pids[1], signal.SIGKILL)
         released.wait(30.0)
 
@@ -198,12 +198,12 @@ def test_a_rank_that_is_lost_while_ranks_meet_is_named_though_the_library_waits_
 def test_ranks_that_never_meet_and_errors_of_the_meeting_are_told(start: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areno.ranks.peers._LOST_IS_SEEN_S", 0.1)
     released = threading.Event()
-    monkeypatch.setattr(Peers, "_connect", lambda peers: released.wait(30.0))
+    monkeypatch.setattr(Peers, "_connect", lambda peers, given_up: released.wait(30.0))
     with pytest.raises(EngineFailure, match=r"the ranks did not meet within 0\.4 s.*see their log"):
         start(size=2, stall_s=0.4).meet()
     released.set()
 
-    def refuse(peers: Peers) -> None:
+    def refuse(peers: Peers, given_up: threading.Event) -> None:
         raise EngineFailure("no way there", field="tp")
 
     monkeypatch.setattr(Peers, "_connect", refuse)

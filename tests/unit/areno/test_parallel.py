@@ -80,7 +80,7 @@ def test_a_rank_that_nobody_meets_gives_up_in_time(tmp_path):
 def test_an_unknown_backend_and_an_unknown_store_are_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="known: gloo, nccl"):
         TPGroup.connect(rank=0, size=2, init_method=f"file://{tmp_path}/store", backend="mpi")
-    with pytest.raises(InvalidConfig, match="use file:///path"):
+    with pytest.raises(InvalidConfig, match="use file:///folder"):
         TPGroup.connect(rank=0, size=2, init_method="somewhere", backend="gloo")
 
 
