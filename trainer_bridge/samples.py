@@ -302,6 +302,7 @@ class TrainingSample:
                 end=turn.end,
                 temperature=turn.temperature,
                 kv_spans=tuple(turn.kv_spans),
+                kv_rebuilt_at=tuple(turn.kv_rebuilt_at),
                 filtered=turn.filtered,
                 shaped=turn.shaped,
                 forced_tokens=turn.forced_tokens,
@@ -403,12 +404,14 @@ class TrainingSample:
         """Return which sampled tokens come from `version` alone, bool [n].
 
         Such a token was sampled by a forward of `version`, and every key and value it attended to was computed by
-        `version` as well; its log-probability is that of one full forward with these weights.
+        `version` as well; its log-probability is that of one full forward with these weights. Tokens drawn before their row's
+        cache was rebuilt are none of them: which weights had computed what they attended to is not known any more.
         """
         exact = self.mask & (self.versions == version)
         for turn in self.turns:
             # The token at place t attends to places 0 .. t-1, so the one right after the first foreign place is out.
             exact[max(turn.start, turn.first_foreign_place(version) + 1) : turn.end] = False
+            exact[turn.start : turn.first_spoken_for] = False
         return exact
 
 

@@ -56,7 +56,8 @@ class TurnSpan:
 
     `filtered`: top-k, top-p or min-p narrowed the draw; `shaped`: penalties or biases changed it; the first `forced_tokens`
     were given and not drawn. `kv_spans` are (first place, version) runs over places 0 to `end`: which weights computed the keys
-    and values that the turn's tokens attended to.
+    and values as they were at the turn's end. `kv_rebuilt_at` are the places before which they were computed again on the way: the
+    turn's earlier tokens attended to what was there before, of which nothing is known.
     """
 
     start: int
@@ -66,6 +67,7 @@ class TurnSpan:
     filtered: bool = False
     shaped: bool = False
     forced_tokens: int = 0
+    kv_rebuilt_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("start", "end", "forced_tokens"):
@@ -76,6 +78,8 @@ class TurnSpan:
         for name in ("filtered", "shaped"):
             self._require(name, isinstance(getattr(self, name), (bool, np.bool_)), "True or False")
         self._require("kv_spans", _are_spans(self.kv_spans), "(first place, version) pairs of integers of at least 0, in order")
+        rebuilt = self.kv_rebuilt_at
+        self._require("kv_rebuilt_at", isinstance(rebuilt, (tuple, list)) and all(map(is_count, rebuilt)), "integers of at least 0")
 
     def _require(self, name: str, ok: bool, limit: str) -> None:
         if not ok:
@@ -90,6 +94,11 @@ class TurnSpan:
             return 0
         return next((first for first, made_by in self.kv_spans if made_by != version), self.end)
 
+    @property
+    def first_spoken_for(self) -> int:
+        """The first of the turn's places whose token attended to what `kv_spans` say: the first one behind the last rebuild."""
+        return max(self.start, min(self.end, max(self.kv_rebuilt_at, default=0)))
+
 
 class TurnLike(Protocol):
     """What a sample reads of a sampled turn in an episode's row."""
@@ -102,6 +111,8 @@ class TurnLike(Protocol):
     def temperature(self) -> float: ...
     @property
     def kv_spans(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def kv_rebuilt_at(self) -> tuple[int, ...]: ...
     @property
     def filtered(self) -> bool: ...
     @property

@@ -52,6 +52,8 @@ class GenerationLike(Protocol):
     @property
     def kv_spans(self) -> Sequence[tuple[int, int]]: ...
     @property
+    def kv_rebuilt_at(self) -> Sequence[int]: ...
+    @property
     def finish_reason(self) -> FinishLike: ...
     @property
     def seed(self) -> int: ...
@@ -83,7 +85,8 @@ class Draw:
 class TurnRecord:
     """One sampled turn: places `start` to `end` (exclusive) of its row and how it was drawn.
 
-    `kv_spans` are (first place, version) runs over places 0 to `end`: which weights made the keys and values attended to.
+    `kv_spans` are (first place, version) runs over places 0 to `end`: which weights made the keys and values attended to, as they were at
+    the turn's end. `kv_rebuilt_at` are the places before which they were made again on the way; tokens before attended to others.
     `filtered`, `shaped` and `forced_tokens` as in `Draw`. `index` counts the episode's turns from 0, across rows. Units: tokens.
     """
 
@@ -102,6 +105,7 @@ class TurnRecord:
     shaped: bool = False
     forced_tokens: int = 0
     stop_string: str | None = None
+    kv_rebuilt_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -282,6 +286,7 @@ class TokenRecord:
             shaped=draw.shaped,
             forced_tokens=min(draw.forced_tokens, len(ids)),
             stop_string=finish.stop_string,
+            kv_rebuilt_at=tuple(int(place) for place in generation.kv_rebuilt_at),
         )
         row.append(ids, generation, draw.temperature)
         row.turns.append(turn)

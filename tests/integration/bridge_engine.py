@@ -99,5 +99,6 @@ def sample_of(turns: Sequence[tuple[Sequence[int] | np.ndarray, Output, float]],
         columns["logprobs"] += [np.nan] * len(environment) + output.logprobs
         columns["versions"] += [-1] * len(environment) + output.versions
         start = len(ids) - len(output.ids)
-        spans.append(TurnSpan(start=start, end=len(ids), temperature=temperature, kv_spans=output.end.kv_spans))
+        kv = {"kv_spans": output.end.kv_spans, "kv_rebuilt_at": output.end.kv_rebuilt_at}
+        spans.append(TurnSpan(start=start, end=len(ids), temperature=temperature, **kv))
     return TrainingSample(ids=ids, turns=tuple(spans), **{"reward": 1.0, **columns, **fields})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM
 import rollout
 from examples.agentic.tictactoe.env import TicTacToe
 from examples.agentic.tiny_model import MODEL_DIR
-from rollout.agent import ChatFormat, EpisodeTask, TurnSampling, run_episode
+from rollout.agent import ChatFormat, Episode, EpisodeTask, TurnSampling, run_episode
+from tests.fixtures_models import tiny_model, write_checkpoint
 from trainer_bridge import (
     GroupTask,
     RolloutSource,
@@ -113,6 +115,38 @@ def test_the_trainers_own_recompute_gives_ratio_one_at_the_turns_temperature(
     ratio = (new - batch.behaviour_logprobs_ST)[batch.loss_mask_ST].exp()
     assert batch.num_loss_tokens > 20 and bool(batch.exact_ST.any())
     assert (ratio - 1).abs().max() < 1e-4
+
+
+def test_tokens_drawn_before_a_cache_was_built_anew_are_no_tokens_of_the_trainers_version_alone(tmp_path: Path) -> None:
+    """Some tokens of the new version attend to what the old one computed; then a sleep builds everything anew, and the spans say so."""
+    model = tiny_model("llama", seed=1)
+    with rollout.local(str(write_checkpoint(tmp_path / "tiny", "llama")), dtype="float32", threads=1, max_rows=2) as client:
+        push = WeightPush(client, model)
+
+        def stand_still(stream: Any) -> None:
+            push.push()
+            next(delta for delta in stream if push.version in delta.versions)
+            client.sleep("kv")
+            client.wake()
+
+        class Streaming:
+            async def generate(self, prompt_ids: Any, **options: Any) -> Any:
+                stream = client.stream(prompt_ids, **options)
+                next(stream)
+                stand_still(stream)
+                return list(stream)[-1].finished
+
+        episode = Episode(Streaming(), info=client.info(), prompt_ids=list(range(3, 40)), seed=2)  # type: ignore[arg-type]
+        turn = asyncio.run(episode.act(max_new_tokens=400, ignore_eos=True))
+        version = push.version
+    (at,) = turn.record.kv_rebuilt_at
+    (row,) = episode.rows()
+    assert turn.record.kv_spans == ((0, version),) and (row.versions[turn.record.start : at] == version).any(), "the case is there"
+    batch = collate([TrainingSample.from_row(row, reward=1.0)], [1.0], version=version)
+    with torch.no_grad():
+        gap = logprob_gap(forward(model, batch), batch)
+    assert (gap.num_exact, gap.num_other) == (turn.record.end - at, at - turn.record.start)
+    assert gap.max_exact < 1e-4 < gap.mean_other
 
 
 def test_members_whose_environment_breaks_are_left_out_and_counted(client: rollout.Client) -> None:

@@ -67,6 +67,7 @@ class EngineClient:
             kept_counts=None,
             kept_ids=None,
             kv_spans=finished.kv_spans,
+            kv_rebuilt_at=finished.kv_rebuilt_at,
             finish_reason=SimpleNamespace(
                 kind=finished.reason.kind, stop_id=finished.reason.stop_id, stop_string=None, detail=finished.reason.detail
             ),

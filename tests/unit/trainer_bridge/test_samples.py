@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer_bridge.fakes import make_sample
+from trainer_bridge.batch import collate
 from trainer_bridge.errors import InvalidSample
 from trainer_bridge.samples import SampleStatus, TrainingSample, oldest_version
 from trainer_bridge.turns import TurnSpan
@@ -157,6 +158,23 @@ def test_a_turn_rebuilt_under_new_weights_is_exact_again() -> None:
     assert np.flatnonzero(sample.exact_mask(2)).tolist() == [4, 5]
 
 
+@pytest.mark.parametrize(("rebuilt", "exact"), [((), [2, 3, 4, 5]), ((2,), [2, 3, 4, 5]), ((4,), [4, 5]), ((3, 5), [5]), ((6,), [])])
+def test_tokens_drawn_before_their_cache_was_rebuilt_are_never_called_exact(rebuilt: tuple[int, ...], exact: list[int]) -> None:
+    """The spans tell of the cache that was built last; the tokens before attended to another one."""
+    sample = TrainingSample(
+        ids=np.arange(6),
+        mask=[False, False, True, True, True, True],
+        logprobs=np.full(6, -1.0),
+        versions=[-1, -1, 2, 2, 2, 2],
+        turns=(TurnSpan(start=2, end=6, kv_spans=((0, 2),), kv_rebuilt_at=rebuilt),),
+        reward=1.0,
+    )
+    assert np.flatnonzero(sample.exact_mask(2)).tolist() == exact
+    assert np.flatnonzero(collate([sample], version=2).exact_ST[0].numpy()).tolist() == exact
+    row = SimpleNamespace(**fields_of(sample), temperatures=None)
+    assert np.flatnonzero(TrainingSample.from_row(row, reward=1.0).exact_mask(2)).tolist() == exact
+
+
 def test_a_turn_without_spans_is_never_called_exact() -> None:
     sample = make_sample()
     unknown = TrainingSample(**fields_of(sample, turns=(TurnSpan(start=3, end=5),)))
@@ -164,7 +182,8 @@ def test_a_turn_without_spans_is_never_called_exact() -> None:
 
 
 def test_a_sample_is_made_from_an_episodes_row_as_it_is() -> None:
-    turn = SimpleNamespace(start=3, end=5, temperature=0.7, kv_spans=((0, 2),), seed=9, filtered=True, shaped=False, forced_tokens=1)
+    drawn = {"start": 3, "end": 5, "temperature": 0.7, "seed": 9, "filtered": True, "shaped": False, "forced_tokens": 1}
+    turn = SimpleNamespace(**drawn, kv_spans=((0, 2),), kv_rebuilt_at=())
     row = SimpleNamespace(**fields_of(make_sample(version=2), turns=(turn,)), temperatures=None)
     sample = TrainingSample.from_row(row, reward=0.5, group_id="g", member=3)
     assert (sample.reward, sample.group_id, sample.member, sample.turns[0].temperature) == (0.5, "g", 3, 0.7)

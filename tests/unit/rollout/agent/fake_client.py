@@ -38,6 +38,7 @@ class FakeGeneration:
     prompt_tokens: int
     kept_counts: np.ndarray | None = None
     kept_ids: np.ndarray | None = None
+    kv_rebuilt_at: tuple[int, ...] = ()
 
 
 @dataclass
