@@ -258,6 +258,9 @@ class Conversation:
             return np.empty(0, np.int32)
         places = range(len(reply.ids) + 1)
         first = bisect_left(places, start, key=lambda i: len(self._format.decode(reply.ids[:i])))
+        # Of the places in a character that ends here and has several tokens, the one behind it: all of them decode to as many characters.
+        behind = bisect_left(places, start + 1, key=lambda i: len(self._format.decode(reply.ids[:i]))) - 1
+        first = max(first, behind)
         last = max(first, bisect_left(places, end + 1, key=lambda i: len(self._format.decode(reply.ids[:i]))) - 1)
         wanted, whole = reply.text[start:end], self._format.decode(reply.ids[first:last])
         lead, _, trail = wanted.partition(whole) if whole and whole in wanted else (wanted, "", "")
@@ -289,9 +292,13 @@ def _with_names(reply: _Reply, parts: Sequence[_Part], names: Sequence[str]) -> 
 def _rest(text: str, row_text: str, reply: str, end: str | None) -> str | None:
     """Return what follows the row and its last reply in `text`, comparing up to whitespace; None if it does not begin so.
 
-    Whitespace at the reply's end that the template wrote in its own way, before `end`, is the reply's.
+    Whitespace at the reply's end that the template wrote in its own way, before `end`, is the reply's. A reply of whitespace alone has no
+    other end: where the template writes anything before `end`, as an empty think block, that stands before the reply and not behind it.
     """
     before = row_text + reply
+    if end and not reply.strip():
+        rest = _after(text, before)
+        return rest.lstrip() if rest is not None and rest.lstrip().startswith(end) else None
     if text.startswith(before):
         return text[len(before) :]
     whole = text.startswith(row_text)

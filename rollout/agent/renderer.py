@@ -32,7 +32,7 @@ _KINDS: Mapping[str, tuple[Messages, ...]] = {
     "system": ([_SYSTEM, _USER],),
 }
 _MIXED: tuple[Messages, ...] = ([_TOOL, _USER], [_USER, _TOOL], [_TOOL, _USER, _TOOL], [])
-_PLAIN = ("Sure, that is 4.", "  a\nb  ", '{"name": "add"}', "<tool_call>\n{}\n</tool_call>", "x")
+_PLAIN = ("Sure, that is 4.", "  a\nb  ", '{"name": "add"}', "<tool_call>\n{}\n</tool_call>", "x", "", " \n")
 _TOOLS = [
     {
         "type": "function",

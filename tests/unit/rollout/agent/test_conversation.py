@@ -16,6 +16,14 @@ MORE = [{"role": "user", "content": "more"}]
 LAST_THREE = CHATML.replace("for message in messages", "for message in messages[-3:]")
 TWICE = LAST_THREE.replace("{{ message.content }}", "{{ message.content }} {{ message.content }}")
 SHOUTS = CHATML.replace("{{ message.content }}", "{{ message.content | upper if message.role == 'assistant' else message.content }}")
+TRIMS = CHATML.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] | trim }}")
+OFTEN_THINKS = CHATML.replace(
+    "{{ message.content }}",
+    "{{ '<think>\n\n</think>\n\n' if message.role == 'assistant' and not message.content | trim }}{{ message.content }}",
+)
+LEAVES_OUT = CHATML.replace("<|im_start|>{{ message.role }}", "{% if message.content | trim %}<|im_start|>{{ message.role }}").replace(
+    "<|im_end|>\n", "<|im_end|>\n{% endif %}"
+)
 COUNTS = CHATML.replace("{{ message.role }}", "{{ message.role }} {{ messages[1].content | length if messages | length > 1 else 0 }}")
 
 
@@ -115,6 +123,29 @@ def test_an_empty_reply_is_a_reply() -> None:
     conversation, _ = begun(CHATML)
     assert conversation.add_reply(said(""), end_id=END) == ""
     assert ChatFormat(files()).decode(conversation.extend(MORE).ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("reply", ["", " \n"])
+@pytest.mark.parametrize("template", [LEAVES_OUT, OFTEN_THINKS])
+def test_a_template_that_writes_empty_replies_in_its_own_way_is_followed_in_a_new_row(template: str, reply: str) -> None:
+    conversation, row = begun(template)
+    conversation.add_reply(said(reply), end_id=END)
+    added = conversation.extend(MORE)
+    shown = ChatFormat(files(template))
+    assert added.forks and "".join(shown.decode(added.ids).split()) == "".join(shown.render(conversation.messages).split())
+    row = added.ids.tolist()
+    conversation.add_reply(said("hello"), end_id=END)
+    added = conversation.extend(MORE)
+    row = added.ids.tolist() if added.forks else [*row, *said("hello").tolist(), *added.ids.tolist()]
+    assert "".join(shown.decode(row).split()) == "".join(shown.render(conversation.messages).split())
+
+
+@pytest.mark.parametrize("blank", ["\u00a0", "\u3000", " \u2003\n"])
+def test_an_answer_behind_a_blank_of_several_tokens_keeps_its_sampled_ids(blank: str) -> None:
+    conversation, _ = begun(TRIMS, "hello")
+    conversation.add_reply(said(f"<think>hmm</think>{blank}hello{blank}"), end_id=END)
+    added = conversation.extend(MORE)
+    assert added.forks and find(added.ids, spelled("hello")) > 0
 
 
 def test_messages_of_a_caller_are_not_changed_and_not_shared() -> None:

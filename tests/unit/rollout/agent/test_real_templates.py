@@ -106,6 +106,22 @@ def test_the_record_is_the_engines_own_prompts_and_outputs_joined(name: str, thi
         assert solid(chat.decode(prompts[-1])) == solid(chat.render(episode.messages[:-1]))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("blank", ["", " ", "\n\n"])
+def test_a_turn_of_blanks_alone_is_followed_by_what_the_template_writes_of_it_and_by_nothing_twice(name: str, blank: str) -> None:
+    """Some templates write a think block into an empty reply: it stands before the turn's end, so it cannot be appended behind it."""
+    chat = chat_format(name)
+    end = byte_tokenizer().token_to_id(end_of_turn(name))
+    for ended in (True, False) if blank else (True,):
+        for role in ("user",) if name in {*TALKS_ONLY, "mistral"} else ("user", "tool"):
+            conversation = Conversation(chat, [{"role": "user", "content": "go"}])
+            row, sampled = conversation.start().tolist(), [*spelled(blank), *([end] if ended else [])]
+            conversation.add_reply(np.array(sampled, np.int32), end_id=end if ended else None)
+            added = conversation.extend([{"role": role, "content": "ok"}])
+            whole = added.ids.tolist() if added.forks else [*row, *sampled, *added.ids.tolist()]
+            assert solid(chat.decode(whole)) == solid(chat.render(conversation.messages)), (role, ended)
+
+
 def solid(text: str) -> str:
     return "".join(text.split())
 
