@@ -50,6 +50,8 @@ class ResultLike(Protocol):
 
 def _cause(result: ResultLike) -> tuple[str, str]:
     """Return who failed in which phase, for counting, and what was said."""
+    if result.failure is None and result.reward is not None:
+        return "nothing_sampled", f"the episode ended as {result.status} without a token of the policy"
     if result.failure is None:
         return "not_scored", f"the episode ended as {result.status} without a reward"
     return f"{result.failure.kind}_{result.failure.phase}", result.failure.text
@@ -93,7 +95,8 @@ def samples_of(
 
     A cancelled episode's samples have its tokens and are not trained, unless `cancelled_reward` gives it a reward; it then counts as
     truncated. A failed sample's `info["cause"]` names who failed in which phase, `info["error"]` says how, `info["code"]` is
-    the code of what was raised, if it had one. Episodes that a limit ended are truncated, not failed.
+    the code of what was raised, if it had one. Episodes that a limit ended are truncated, not failed; but one that ended before
+    the policy sampled a token (its prompt does not fit, its deadline passed in the queue) has nothing to train and is failed.
     Raises: InvalidSample.
     """
     lacking = [part for part in ("status", "reward", "failure", "rows") if not hasattr(result, part)]
@@ -114,7 +117,7 @@ def samples_of(
             limit=f"known: {', '.join(sorted(_STATUS))}",
             remedy="wait until the episode has ended",
         )
-    if result.reward is None and status not in (SampleStatus.CANCELLED, SampleStatus.FAILED):
+    if (result.reward is None or not result.rows) and status is not SampleStatus.CANCELLED:
         status = SampleStatus.FAILED
     reward = None if status is SampleStatus.FAILED else result.reward
     if status is SampleStatus.CANCELLED and cancelled_reward is not None and any(row.turns for row in result.rows):

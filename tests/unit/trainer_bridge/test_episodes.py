@@ -55,6 +55,20 @@ def test_an_ending_without_a_score_counts_as_failed_and_not_as_zero() -> None:
     assert sample.status is SampleStatus.FAILED and sample.info["cause"] == "not_scored"
 
 
+@pytest.mark.parametrize("limit", ["context", "deadline_s", None])
+def test_an_episode_that_ended_before_it_sampled_a_token_fails_alone_and_not_its_group(limit: str | None) -> None:
+    failure = SimpleNamespace(kind="limit", phase="act", text=limit) if limit else None
+    result = make_result("truncated" if limit else "done", 0.0, num_rows=0, failure=failure)
+    (sample,) = samples_of(result, group_id=3, member=1)
+    assert (sample.status, sample.reward, sample.num_sampled) == (SampleStatus.FAILED, None, 0)
+    assert sample.info["cause"] == ("limit_act" if limit else "nothing_sampled")
+    assert sample.info["error"] == (limit or "the episode ended as done without a token of the policy")
+    others = [make_sample(group_id=3, member=member, reward=float(member)) for member in (0, 2)]
+    check_members(GroupTask(index=3, prompt=0, group_size=3, seed=0), [*others, sample])
+    assert collate([*others, sample]).num_left_out == 1
+    assert sample_advantages([*others, sample]).tolist()[2] == 0.0
+
+
 def test_a_running_episode_is_refused() -> None:
     with pytest.raises(InvalidSample, match="wait until the episode has ended"):
         samples_of(make_result("running", None))
