@@ -36,6 +36,8 @@ from trainer_bridge.weights.push import WeightPush
 
 REWARD = "episode_reward"
 MAX_ATTEMPTS = 3
+# Above what rounding, and ids that no tokenizer has, take from a distribution; in nats.
+MAX_DRAW_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +133,26 @@ class EpisodeRollouts:
         elif sample.filtered_mask().any() or sample.shaped_mask().any():
             limit = "GRPOTrainer weighs tokens by the whole distribution"
             wrong = ("sampling", "filtered or shaped", limit, "sample without top_k, top_p, min_p and penalties")
-        elif temperature is not None and not np.allclose(sample.temperatures()[sample.mask], temperature):
-            drawn = float(sample.temperatures()[sample.mask][0])
+        elif temperature is not None and (drawn := _other_temperature(sample, temperature)) is not None:
             wrong = ("temperature", drawn, f"the trainer's is {temperature}", "sample at the trainer's temperature")
+        elif (gap := _draw_gap(sample)) > MAX_DRAW_GAP:
+            limit = "GRPOTrainer takes its own log-probabilities for those of the draw"
+            wrong = ("behaviour_logprobs", f"{gap:.3f} nats from logprobs", limit, "sample without min_new_tokens")
         if wrong is not None:
             name, value, limit, remedy = wrong
             raise InvalidBatch(f"episode {index} has {name} {value}", field=name, value=value, limit=limit, remedy=remedy)
+
+
+def _other_temperature(sample: TrainingSample, temperature: float) -> float | None:
+    """Return a temperature of a turn that is another one; 0 is, although greedy turns carry log-probabilities at 1."""
+    return next((float(turn.temperature) for turn in sample.turns if not np.isclose(turn.temperature, temperature)), None)
+
+
+def _draw_gap(sample: TrainingSample) -> float:
+    """Return how far a token's draw was at most from the whole distribution: stop ids, for one, cannot be drawn before `min_new_tokens`."""
+    if sample.behaviour_logprobs is None:
+        return 0.0
+    return float(np.abs(sample.behaviour_logprobs - sample.logprobs)[sample.mask].max(initial=0.0))
 
 
 def _row(sample: TrainingSample) -> dict[str, Any]:
@@ -176,7 +192,8 @@ class EpisodeWorker:
     """A `rollout_worker` for AsyncGRPOTrainer that takes finished groups of a `RolloutSource`.
 
     A row's `model_version` is the trainer's number of the sync that brought the weights of its oldest sampled token, and
-    `old_log_probs` are those of the distribution that it was drawn from. `queue_size` bounds the rows that wait; beyond, the
+    `old_log_probs` are those of the distribution that it was drawn from. That trainer takes its own over the whole vocabulary, so
+    rows with filtered tokens end the worker (InvalidBatch). `queue_size` bounds the rows that wait; beyond, the
     source waits, and `max_staleness` of source and trainer drop what grew old. `check_health`, which the trainer calls while
     it waits, is a safe point: a service that lost its weights gets them back there.
     """
@@ -250,6 +267,14 @@ class EpisodeWorker:
             oldest = sample.oldest_version
             if not sample.is_trainable or oldest is None:
                 continue
+            if sample.filtered_mask().any():
+                raise InvalidBatch(
+                    f"group {group_id} has tokens drawn through top-k, top-p or min-p",
+                    field="sampling",
+                    value="filtered",
+                    limit="AsyncGRPOTrainer weighs tokens by the whole distribution, and every ratio would be that of the mass left out",
+                    remedy="sample without top_k, top_p and min_p",
+                )
             drawn = sample.logprobs if sample.behaviour_logprobs is None else sample.behaviour_logprobs
             # Weights of before the first sync, or another trainer's, are older than any of this one's.
             version = max((sync for served, sync in self._syncs.items() if served <= oldest), default=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +39,12 @@ def trainer_at(step: int, temperature: float = 1.0) -> Any:
 
 
 def played(push: WeightPush, **fields: Any) -> Any:
+    drawn_at = fields.pop("drawn_at", None)
+
     async def play(request: EpisodeRequest) -> list[TrainingSample]:
         await asyncio.sleep(0)
-        return [make_sample(**{"version": push.version, "reward": float(request.index), **fields})]
+        sample = make_sample(**{"version": push.version, "reward": float(request.index), **fields})
+        return [sample if drawn_at is None else replace(sample, behaviour_logprobs=sample.logprobs + drawn_at)]
 
     return play
 
@@ -76,7 +80,9 @@ def test_it_works_inside_a_running_event_loop(push: WeightPush) -> None:
     [
         ({"version": 0}, trainer_at(0), r"versions 0; version 1 was just pushed and staleness must be 0"),
         ({"temperature": 0.5}, trainer_at(0), r"temperature 0.5; the trainer's is 1.0"),
+        ({"temperature": 0.0}, trainer_at(0), r"temperature 0.0; the trainer's is 1.0"),
         ({"filtered": True}, trainer_at(0), "sample without top_k"),
+        ({"drawn_at": -0.5}, trainer_at(0), r"behaviour_logprobs 0.500 nats from logprobs; .*without min_new_tokens"),
     ],
 )
 def test_rows_that_this_trainer_would_misread_are_refused(push: WeightPush, fields: Any, trainer: Any, match: str) -> None:
@@ -190,6 +196,21 @@ def test_worker_and_transfer_serve_an_async_trainers_loop(push: WeightPush) -> N
             assert row.metrics["reward"] in (0.0, 1.0)
     assert batches[-1][0].model_version > batches[0][0].model_version
     worker.stop()
+
+
+def test_filtered_tokens_end_a_worker_whose_trainer_would_weigh_them_by_the_whole_distribution(push: WeightPush) -> None:
+    async def member(task: GroupTask[int], number: int) -> TrainingSample:
+        return make_sample(group_id=task.index, member=number, reward=float(number), filtered=number == 1)
+
+    worker = EpisodeWorker(source_of(push, each_member(member)), push)
+    worker.start()
+    deadline = time.monotonic() + 5
+    with pytest.raises(RolloutShortfall, match="sample without top_k, top_p and min_p"):
+        while time.monotonic() < deadline:
+            worker.check_health(30.0)
+            time.sleep(0.01)
+    worker.stop()
+    assert all(row.advantage < 0 for row in list(worker.rollout_buffer.queue)), "only the member before it came"
 
 
 def test_a_worker_tells_what_ended_it_or_that_nothing_comes_and_gives_lost_weights_back(
