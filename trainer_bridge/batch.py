@@ -140,8 +140,8 @@ class Batch:
     `logprobs_ST` where the rollout reported no other. `attention_mask_ST` marks real tokens. `temperatures_ST` is what the
     logits that predict a place must be divided by. `exact_ST` marks sampled tokens that come from `version` alone (all
     False without one). `filtered_ST` marks tokens drawn from what filters had left of the vocabulary, `shaped_ST` those drawn
-    under penalties or biases. `kept_counts_ST` int64 (0 where there is no kept set) cut `kept_ids` int64, the ids that the
-    filters kept, into places, row by row; `num_without_kept` counts the filtered tokens without. `samples` are the rows in
+    under penalties, biases or `min_new_tokens`. `kept_counts_ST` int64 (0 where there is no kept set) cut `kept_ids` int64, the ids
+    that the filters kept, into places, row by row; `num_without_kept` counts the filtered tokens without. `samples` are the rows in
     order; `num_left_out` counts the samples that were not trainable, `num_cancelled` those among them that were cancelled.
     `mean_kept_tokens` and `mean_cancelled_tokens` are the mean numbers of sampled tokens of a row that is kept and of a cancelled one
     (NaN without any): where slow members are let go, short episodes are kept, and the two show how much.

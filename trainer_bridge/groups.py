@@ -68,7 +68,7 @@ class RolloutGroup(Generic[P]):
 def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None:
     """Check that samples are of this group and of all of its members; a failed member has a failed sample.
 
-    Members that were started beyond the group's size and let go may follow, all cancelled or failed.
+    Members that were started beyond the group's size and let go may follow: cancelled, failed, or truncated with a reward of their own.
     A group without any sample passes: it has failed as a whole. Raises: InvalidSample.
     """
     strange = next((sample.group_id for sample in samples if sample.group_id != task.index), None)
@@ -80,7 +80,7 @@ def check_members(task: GroupTask[P], samples: Sequence[TrainingSample]) -> None
             limit="advantages are taken within a group, found by its id",
             remedy="make samples with group_id=task.index",
         )
-    spare = (SampleStatus.CANCELLED, SampleStatus.FAILED)
+    spare = (SampleStatus.CANCELLED, SampleStatus.FAILED, SampleStatus.TRUNCATED)
     members = {sample.member for sample in samples if sample.member < task.group_size or sample.status not in spare}
     wanted = set(range(task.group_size))
     if samples and members != wanted:

@@ -183,7 +183,7 @@ def logprob_gap(new_logprobs_ST: torch.Tensor, batch: Batch, *, over_kept: bool 
     """Compare the trainer's log-probabilities with those that the rollout reported.
 
     `over_kept` is what `token_logprobs` was given. Over a kept set the like quantity is the behaviour log-probability, unless
-    penalties or biases changed it too: such tokens are left out here, and compared with `over_kept=False`.
+    penalties, biases or `min_new_tokens` changed it too: such tokens are left out here, and compared with `over_kept=False`.
     Raises: InvalidBatch.
     """
     check_batch(batch)

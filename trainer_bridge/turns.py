@@ -54,10 +54,10 @@ def _are_spans(spans: object) -> bool:
 class TurnSpan:
     """One sampled turn: places `start` to `end` (exclusive) of the row, its draw and the versions of its KV.
 
-    `filtered`: top-k, top-p or min-p narrowed the draw; `shaped`: penalties or biases changed it; the first `forced_tokens`
-    were given and not drawn. `kv_spans` are (first place, version) runs over places 0 to `end`: which weights computed the keys
-    and values as they were at the turn's end. `kv_rebuilt_at` are the places before which they were computed again on the way: the
-    turn's earlier tokens attended to what was there before, of which nothing is known.
+    `filtered`: top-k, top-p or min-p narrowed the draw; `shaped`: penalties, biases or `min_new_tokens` changed it; the first
+    `forced_tokens` were given and not drawn. `kv_spans` are (first place, version) runs over places 0 to `end`: which weights
+    computed the keys and values as they were at the turn's end. `kv_rebuilt_at` are the places before which they were computed
+    again on the way: the turn's earlier tokens attended to what was there before, of which nothing is known.
     """
 
     start: int

@@ -71,8 +71,8 @@ class GenerationLike(Protocol):
 class Draw:
     """What the draw of a turn's tokens was, as far as an importance ratio depends on it.
 
-    `filtered`: top-k, top-p or min-p narrowed it; `shaped`: penalties or biases changed it. The first `forced_tokens` were not
-    drawn at all.
+    `filtered`: top-k, top-p or min-p narrowed it; `shaped`: penalties, biases or `min_new_tokens` changed it. The first
+    `forced_tokens` were not drawn at all.
     """
 
     temperature: float = 1.0

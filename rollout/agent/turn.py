@@ -55,9 +55,9 @@ class TurnSampling:
 
     @property
     def shapes(self) -> bool:
-        """Return whether penalties or biases change how likely ids are."""
+        """Return whether penalties or biases change how likely ids are, or `min_new_tokens` forbids those that would end the turn."""
         penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return penalised or bool(self.logit_bias)
+        return penalised or bool(self.logit_bias) or self.min_new_tokens > 0
 
     def replaced(self, changes: Mapping[str, Any]) -> TurnSampling:
         """Return a copy with changes. Raises: InvalidEpisode for an unknown name or a budget that is no number of tokens."""

@@ -36,8 +36,6 @@ from trainer_bridge.weights.push import WeightPush
 
 REWARD = "episode_reward"
 MAX_ATTEMPTS = 3
-# Above what rounding, and ids that no tokenizer has, take from a distribution; in nats.
-MAX_DRAW_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +130,9 @@ class EpisodeRollouts:
             wrong = ("versions", oldest, f"version {version} was just pushed and staleness must be 0", "let nobody else push meanwhile")
         elif sample.filtered_mask().any() or sample.shaped_mask().any():
             limit = "GRPOTrainer weighs tokens by the whole distribution"
-            wrong = ("sampling", "filtered or shaped", limit, "sample without top_k, top_p, min_p and penalties")
+            wrong = ("sampling", "filtered or shaped", limit, "sample without top_k, top_p, min_p, penalties, biases and min_new_tokens")
         elif temperature is not None and (drawn := _other_temperature(sample, temperature)) is not None:
             wrong = ("temperature", drawn, f"the trainer's is {temperature}", "sample at the trainer's temperature")
-        elif (gap := _draw_gap(sample)) > MAX_DRAW_GAP:
-            limit = "GRPOTrainer takes its own log-probabilities for those of the draw"
-            wrong = ("behaviour_logprobs", f"{gap:.3f} nats from logprobs", limit, "sample without min_new_tokens")
         if wrong is not None:
             name, value, limit, remedy = wrong
             raise InvalidBatch(f"episode {index} has {name} {value}", field=name, value=value, limit=limit, remedy=remedy)
@@ -146,13 +141,6 @@ class EpisodeRollouts:
 def _other_temperature(sample: TrainingSample, temperature: float) -> float | None:
     """Return a temperature of a turn that is another one; 0 is, although greedy turns carry log-probabilities at 1."""
     return next((float(turn.temperature) for turn in sample.turns if not np.isclose(turn.temperature, temperature)), None)
-
-
-def _draw_gap(sample: TrainingSample) -> float:
-    """Return how far a token's draw was at most from the whole distribution: stop ids, for one, cannot be drawn before `min_new_tokens`."""
-    if sample.behaviour_logprobs is None:
-        return 0.0
-    return float(np.abs(sample.behaviour_logprobs - sample.logprobs)[sample.mask].max(initial=0.0))
 
 
 def _row(sample: TrainingSample) -> dict[str, Any]:

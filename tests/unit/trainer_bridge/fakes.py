@@ -27,14 +27,16 @@ def make_sample(
     version: int = 0,
     reward: float | None = 1.0,
     filtered: bool = False,
+    shaped: bool = False,
     **fields: Any,
 ) -> TrainingSample:
     """Return a sample made of runs of (length, sampled), with random ids and log-probabilities."""
     draws = np.random.Generator(np.random.PCG64(seed))
     mask = np.concatenate([np.full(length, sampled) for length, sampled in layout])
     edges = np.cumsum([0] + [length for length, _ in layout])
+    drawn = {"temperature": temperature, "filtered": filtered, "shaped": shaped}
     turns = tuple(
-        TurnSpan(start=int(start), end=int(end), temperature=temperature, kv_spans=((0, version),), filtered=filtered)
+        TurnSpan(start=int(start), end=int(end), kv_spans=((0, version),), **drawn)  # type: ignore[arg-type]
         for start, end, (_, sampled) in zip(edges, edges[1:], layout)
         if sampled
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +38,9 @@ def trainer_at(step: int, temperature: float = 1.0) -> Any:
 
 
 def played(push: WeightPush, **fields: Any) -> Any:
-    drawn_at = fields.pop("drawn_at", None)
-
     async def play(request: EpisodeRequest) -> list[TrainingSample]:
         await asyncio.sleep(0)
-        sample = make_sample(**{"version": push.version, "reward": float(request.index), **fields})
-        return [sample if drawn_at is None else replace(sample, behaviour_logprobs=sample.logprobs + drawn_at)]
+        return [make_sample(**{"version": push.version, "reward": float(request.index), **fields})]
 
     return play
 
@@ -82,7 +78,7 @@ def test_it_works_inside_a_running_event_loop(push: WeightPush) -> None:
         ({"temperature": 0.5}, trainer_at(0), r"temperature 0.5; the trainer's is 1.0"),
         ({"temperature": 0.0}, trainer_at(0), r"temperature 0.0; the trainer's is 1.0"),
         ({"filtered": True}, trainer_at(0), "sample without top_k"),
-        ({"drawn_at": -0.5}, trainer_at(0), r"behaviour_logprobs 0.500 nats from logprobs; .*without min_new_tokens"),
+        ({"shaped": True}, trainer_at(0), "without .* min_new_tokens"),
     ],
 )
 def test_rows_that_this_trainer_would_misread_are_refused(push: WeightPush, fields: Any, trainer: Any, match: str) -> None:

@@ -69,6 +69,14 @@ def test_an_episode_that_ended_before_it_sampled_a_token_fails_alone_and_not_its
     assert sample_advantages([*others, sample]).tolist()[2] == 0.0
 
 
+def test_members_that_were_let_go_may_have_a_reward_of_ones_own() -> None:
+    group = make_group(("done", 1.0), ("done", 2.0), ("cancelled", None), ("cancelled", None), kept=[0, 1])
+    samples = samples_of_group(group, group_id=0, cancelled_reward=-1.0)
+    check_members(GroupTask(index=0, prompt=0, group_size=2, seed=0), samples)
+    assert [(str(sample.status), sample.reward) for sample in samples[2:]] == [("truncated", -1.0)] * 2
+    assert collate(samples).num_left_out == 0 and (sample_advantages(samples)[2:] < 0).all()
+
+
 def test_a_running_episode_is_refused() -> None:
     with pytest.raises(InvalidSample, match="wait until the episode has ended"):
         samples_of(make_result("running", None))

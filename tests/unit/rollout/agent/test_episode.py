@@ -572,7 +572,7 @@ def test_two_episodes_have_lineages_and_seeds_of_their_own() -> None:
     assert one.lineage != other.lineage and one.seed != other.seed
 
 
-SHAPING = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}}
+SHAPING = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}, "min_new_tokens": 1}
 
 
 @pytest.mark.parametrize(
