@@ -404,16 +404,15 @@ class TrainingSample:
         """Return which sampled tokens come from `version` alone, bool [n].
 
         Such a token was sampled by a forward of `version`, and every key and value it attended to was computed by
-        `version` as well; its log-probability is that of one full forward with these weights. Where the cache was rebuilt in the
-        middle of a turn, which weights had computed it before is known only up to the turn's first token of another version: until
-        then they were those of the turn's tokens, since a prompt's cache is of the weights that draw its first token.
+        `version` as well; its log-probability is that of one full forward with these weights. Tokens drawn before their row's
+        cache was rebuilt are none of them: which weights had computed what they attended to is not known any more, and even a
+        prompt's pages may be older than its turn's first token (a lineage reuses its own within `max_kv_lag`).
         """
         exact = self.mask & (self.versions == version)
         for turn in self.turns:
             # The token at place t attends to places 0 .. t-1, so the one right after the first foreign place is out.
             exact[max(turn.start, turn.first_foreign_place(version) + 1) : turn.end] = False
-            others = np.flatnonzero(self.versions[turn.start : turn.first_spoken_for] != version)
-            exact[turn.start + others[0] if others.size else turn.end : turn.first_spoken_for] = False
+            exact[turn.start : turn.first_spoken_for] = False
         return exact
 
 
