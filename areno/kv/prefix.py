@@ -6,7 +6,8 @@ weight commit drops them all, so a stale hit cannot happen. *Open tails* hold no
 which the prompt's last ids are copied likewise, until the row gives it back. *Chains* belong to one lineage (an episode): the pages of its
 newest finished request, reusable by that lineage alone across epochs, at most `max_kv_lag` versions old. Eviction takes
 the least recently used entry that no row uses and no hint holds; when these are gone, hints end one by one, the latest expected
-return first, and what they held goes. Host only, no torch.
+return first, and what they held goes. Where rows use what stands behind an unused page (they have pages of their own for the same ids
+before it), that page goes together with the entries behind it, so that whatever only the index refers to can go. Host only, no torch.
 
 Invariants: a page's references = rows that list it + nodes, tails and chain places that name it; an entry is either in the order
 of eviction or held by a hint.
@@ -329,9 +330,10 @@ class PrefixIndex:
             self._hints.rehold(waiter, chain.pages)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages by dropping entries that no row uses; return how many became free.
+        """Free `count` pages, or all that only the index refers to, by dropping entries; return how many became free.
 
-        The least recently used go first, then what hints hold, the latest expected return first.
+        The least recently used go first, then what hints hold, the latest expected return first, then what stands in front of entries
+        in use, together with these.
         """
         freed = 0
         self._end_decayed()
@@ -339,8 +341,12 @@ class PrefixIndex:
             node = self._oldest_node()
             chain_key = self._oldest_chain()
             if node is None and chain_key is None:
-                if not self._end_latest(count - freed):
+                if self._end_latest(count - freed):
+                    continue
+                unlocked = self._drop_with_what_is_used()
+                if unlocked is None:
                     break
+                freed += unlocked
                 continue
             if chain_key is None or (node is not None and node.tick <= self._chains[chain_key].tick):
                 assert node is not None
@@ -452,6 +458,24 @@ class PrefixIndex:
                 return key
             self._touch_chain(key, chain)
         return None
+
+    def _drop_with_what_is_used(self) -> int | None:
+        """Drop the oldest entry whose page no row uses and all that stands behind it; return how many pages became free, None without one.
+
+        No hint holds any. Rows keep the pages that they use: these are found no more.
+        """
+        if not self._pool.num_index_only:
+            return None
+        node = next((node for node in self._nodes.values() if not self._pool.in_use(node.page)), None)
+        if node is not None:
+            below = [node]
+            for one in below:
+                below += [*one.children.values(), *one.tails.values()]
+            return sum(self._drop_node(one) for one in reversed(below))
+        key = next((key for key, chain in self._chains.items() if not all(map(self._pool.in_use, chain.pages))), None)
+        if key is None:
+            return None
+        return sum(self._shorten_chain(key) for _ in range(len(self._chains[key].pages)))
 
     def _drop_node(self, node: Node) -> int:
         del self._nodes[id(node)]

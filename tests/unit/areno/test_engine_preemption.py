@@ -10,8 +10,8 @@ import pytest
 
 from areno import FinishKind
 from tests.crossed import every_pair
-from tests.engine_runs import Output, assert_idle, make_engine, random_prompt, reference_gap, request, run
-from tests.fixtures_models import reference_logprobs, reference_model, write_checkpoint
+from tests.engine_runs import Output, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
+from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
 
 PATHS = pytest.mark.parametrize("path", ["resident", "rebuilt"])
 
@@ -157,8 +157,6 @@ def test_a_member_that_computes_the_prompt_itself_in_the_same_launch_starts_nobo
 
 
 def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_path: Path) -> None:
-    from tests.fixtures_models import checkpoint_tensors
-
     newer = write_checkpoint(tmp_path / "newer", "llama", seed=1)
     prompt = random_prompt(np.random.default_rng(8), 40, 41)
     engine = make_engine(llama, max_rows=2)
@@ -176,6 +174,24 @@ def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_
     assert len(pure) >= 3
     for number in pure:
         assert set(outputs[number].versions) == {1} and reference_gap(models[1], prompt, outputs[number]) < 1e-4
+
+
+@every_pair(beginning=["scored", "of a lineage"], path=["resident", "rebuilt"], run_ahead=[0, 2])
+def test_a_request_alone_gets_the_whole_pool_whatever_of_its_prompt_is_cached_twice(
+    llama: Path, beginning: str, path: str, run_ahead: int
+) -> None:
+    engine = make_engine(llama, page_size=4, num_pages=40, max_rows=2, decode_tables=path, run_ahead=run_ahead)
+    prompt = np.arange(5, 33)
+    generate(engine, prompt[:20], max_new_tokens=1, ignore_eos=True)
+    # A scored prompt reuses no page: its own follow in the index on those of the first request, which nobody uses.
+    asked: dict[str, Any] = {"max_new_tokens": 132, "ignore_eos": True, "seed": 1}
+    if beginning == "scored":
+        asked["prompt_logprobs_from"] = 1
+    else:
+        generate(engine, prompt, max_new_tokens=1, ignore_eos=True, prompt_logprobs_from=1, lineage="a")
+    outputs = run(engine, [request(1, prompt, **asked), request(2, prompt[:3], max_new_tokens=5, ignore_eos=True)])
+    assert len(outputs[1].ids) == 132 and len(outputs[2].ids) == 5
+    assert reference_gap(reference_model(llama), prompt, outputs[1]) < 1e-4
 
 
 @PATHS

@@ -93,6 +93,39 @@ def test_eviction_takes_leaves_first_and_spares_pages_in_use() -> None:
     assert index.evict(99) == 2 and pool.num_free == 8
 
 
+@pytest.mark.parametrize("lineage", [None, "a"])
+@pytest.mark.parametrize("begins", [1, 2, 3])
+def test_an_unused_page_in_front_of_one_in_use_goes_too_once_nothing_else_is_left(begins: int, lineage: str | None) -> None:
+    pool = PagePool(12, first=0)
+    index = PrefixIndex(pool, G, epoch=0)
+    other = _stored(pool, index, np.arange(50, 54))
+    ids = np.arange(4 * G)
+    _stored(pool, index, ids[: begins * G])
+    # A row that had to compute the beginning itself: its later pages stand behind those of the first one.
+    own = pool.allocate(4)
+    index.publish(ids, own, salt=None)
+    if lineage is not None:
+        index.remember(lineage, salt=None, ids=ids, pages=own, versions=np.zeros(4 * G, np.int64))
+        # Another one uses the pages that are found, and the lineage alone the first ones of its own.
+        used = index.match(np.append(ids, 7), salt=None, lineage=None, oldest_version=0, at_most=99).pages
+        for page in own:
+            pool.release(page)
+        own = used
+    evictable = index.num_evictable
+    assert evictable == begins + 1
+    assert index.evict(1) == 1 and pool.references(other[0]) == 0, "what nothing stands behind goes first"
+    assert index.evict(1) >= 1
+    index.check_integrity()
+    index.evict(99)
+    assert index.num_evictable == 0 and pool.num_free == 12 - 4
+    for page in own:
+        pool.release(page)
+    index.evict(99)
+    assert pool.num_free == 12
+    index.check_integrity()
+    pool.check_integrity({})
+
+
 @pytest.mark.parametrize("lineages", [False, True])
 def test_entries_in_use_are_passed_over_once_and_not_at_every_eviction(lineages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PagePool(1000, first=0)
@@ -165,7 +198,8 @@ def test_references_add_up_after_any_history(seed: int) -> None:
             for page in running.pop(int(rng.integers(len(running)))):
                 pool.release(page)
         elif choice < 0.93:
-            index.evict(int(rng.integers(1, 6)))
+            wanted = min(int(rng.integers(1, 6)), index.num_evictable)
+            assert index.evict(wanted) >= wanted
         elif choice < 0.98:
             epoch += 1
             index.start_epoch(epoch)
