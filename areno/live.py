@@ -87,6 +87,14 @@ class LiveRequest:
         """Whether all of the KV that it has so far is of one version."""
         return self.base_spans in ((), ((0, version),))
 
+    def may_take(self, parent: LiveRequest, version: int) -> bool:
+        """Whether it could have built, or reused, the prompt's KV of `parent` as it is, when `version` is live."""
+        if parent.is_built_by(version):
+            return True
+        lineage = self.request.lineage
+        own = self.keeps_kv and lineage is not None and lineage == parent.request.lineage
+        return own and min(made_by for _, made_by in parent.base_spans) >= version - self.request.max_kv_lag
+
     @property
     def variant(self) -> Variant:
         """Which sampler parts this request needs."""

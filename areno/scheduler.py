@@ -315,7 +315,7 @@ class Scheduler:
         members = self._groups.get(parent.request.group, []) if parent.request.group is not None else []
         for live in members:
             same = live.phase is Phase.WAITING and live.prompt_logprobs is None and np.array_equal(live.ids, parent.ids)
-            if not same or live.request.cache_salt != parent.request.cache_salt:
+            if not same or live.request.cache_salt != parent.request.cache_salt or not live.may_take(parent, self._version):
                 continue
             if not self._fork(live, parent, batch):
                 return

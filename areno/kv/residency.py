@@ -162,7 +162,9 @@ class Residency:
             tail_tokens=tail,
             lineage=live.request.lineage,
         )
-        if live.request.lineage is not None and live.keeps_kv and kv_versions.size:
+        # Keys and values from which nothing was drawn may be no numbers. The next epoch drops what was published, but not this.
+        has_drawn = self.seats.count[live.seat] > live.ids.size
+        if live.request.lineage is not None and live.keeps_kv and has_drawn:
             pages = live.pages[: self.pages_for(kv_versions.size)]
             self.prefix.remember(live.request.lineage, salt=salt, ids=ids, pages=pages, versions=kv_versions)
 

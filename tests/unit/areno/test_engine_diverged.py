@@ -66,6 +66,24 @@ def test_diverged_weights_fail_requests_and_leave_no_nan_behind(llama: Path, pat
     assert_idle(engine)
 
 
+@every_value(chunk=[7, 16, 32], run_ahead=[0, 2], policy=["keep", "recompute"])
+def test_a_prompt_that_is_given_up_under_diverged_weights_leaves_its_lineage_nothing_of_them(
+    llama: Path, chunk: int, run_ahead: int, policy: str
+) -> None:
+    good, prompt = checkpoint_tensors(llama), random_prompt(np.random.default_rng(5), 60, 61)
+    engine = make_engine(llama, max_prefill_tokens=chunk, run_ahead=run_ahead)
+    asked: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True, "lineage": "a", "kv_policy": policy}
+    generate(engine, prompt[:20], **asked)
+    _push(engine, _diverged(good), 1)
+    engine.submit(request(1, prompt, **asked))
+    engine.step()
+    assert engine.cancel(1) and engine.step().finished[0].reason.kind is FinishKind.CANCELLED
+    _push(engine, good, 2)
+    output = generate(engine, prompt, request_id=2, **asked)
+    assert len(output.ids) == 5 and reference_gap(reference_model(llama), prompt, output) < 1e-4
+    assert output.end.cached_tokens == (20 if policy == "keep" else 0)
+
+
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_prompt_whose_first_chunk_cannot_be_scored_fails_at_once(llama: Path, run_ahead: int) -> None:
     engine = make_engine(llama, max_prefill_tokens=8, run_ahead=run_ahead)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from areno import FinishKind
-from tests.crossed import every_pair
+from areno.kv.prefix import expand_spans
+from tests.crossed import every_pair, every_value
 from tests.engine_runs import Output, assert_idle, generate, make_engine, random_prompt, reference_gap, request, run
-from tests.fixtures_models import checkpoint_tensors, reference_logprobs, reference_model, write_checkpoint
+from tests.fixtures_models import checkpoint_tensors, reference_keep_logprobs, reference_logprobs, reference_model, write_checkpoint
 
 PATHS = pytest.mark.parametrize("path", ["resident", "rebuilt"])
 
@@ -174,6 +175,39 @@ def test_a_group_across_a_weight_update_never_shares_old_pages(llama: Path, tmp_
     assert len(pure) >= 3
     for number in pure:
         assert set(outputs[number].versions) == {1} and reference_gap(models[1], prompt, outputs[number]) < 1e-4
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "no lineage": {},
+    "another lineage": {"lineage": "b"},
+    "no lag": {"lineage": "a", "max_kv_lag": 0},
+    "recompute": {"lineage": "a", "kv_policy": "recompute"},
+    "the same": {"lineage": "a"},
+}
+
+
+@every_value(own=list(OWN), path=["resident", "rebuilt"])
+def test_a_group_shares_older_pages_with_those_alone_who_may_use_them(llama: Path, tmp_path: Path, own: str, path: str) -> None:
+    newer = write_checkpoint(tmp_path / "newer", "llama", seed=1)
+    engine = make_engine(llama, decode_tables=path)
+    before = random_prompt(np.random.default_rng(10), 40, 41)
+    asked: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+    first = run(engine, [request(0, before, seed=0, lineage="a", **asked)])[0]
+    engine.begin_update(None, version=1)
+    for name, tensor in checkpoint_tensors(newer).items():
+        engine.stage(name, tensor)
+    engine.commit_update()
+    prompt = np.concatenate([before, first.ids, [5, 6, 7]])
+    members = [request(1, prompt, seed=1, lineage="a", group=1, **asked), request(2, prompt, seed=2, group=1, **asked, **OWN[own])]
+    outputs = run(engine, members)
+    models = {0: reference_model(llama), 1: reference_model(newer)}
+    for number, output in outputs.items():
+        shares = number == 1 or own == "the same"
+        assert output.end.kv_spans == (((0, 0), (47, 1)) if shares else ((0, 1),))
+        ids = np.concatenate([prompt, output.ids])
+        expected = reference_keep_logprobs(models, ids, expand_spans(output.end.kv_spans, ids.size - 1))[prompt.size - 1 :]
+        assert np.abs(expected - np.array(output.logprobs)).max() < 1e-4
+    assert engine.stats()["forks"] == (own == "the same")
 
 
 @every_pair(beginning=["scored", "of a lineage"], path=["resident", "rebuilt"], run_ahead=[0, 2])
