@@ -49,7 +49,7 @@ class WeightFolder:
 
     def write(self, update_id: str, tensors: Mapping[str, torch.Tensor]) -> StagedFile:
         """Write one bucket under a temporary name, sync it to disk, rename it. Blocks: on the disk."""
-        payload = save({name: tensor.cpu() for name, tensor in tensors.items()})
+        payload = save(_apart(tensors))
         label = re.sub(r"[^A-Za-z0-9]", "", update_id)[:40]
         path = self._folder / f"{PREFIX}{label}-{len(self._written):05d}-{secrets.token_hex(4)}{SUFFIX}"
         temporary = path.with_name(path.name + ".tmp")
@@ -90,6 +90,18 @@ class WeightFolder:
         for path in self._folder.glob(f"{PREFIX}*"):
             if path not in self._written and path.name.endswith((SUFFIX, SUFFIX + ".tmp")):
                 path.unlink(missing_ok=True)
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in host memory of which no two share any, as safetensors wants them: tied ones, or views of one buffer."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        here = tensor.cpu()
+        memory = here.untyped_storage().data_ptr()
+        apart[name] = here.clone() if memory in seen else here
+        seen.add(memory)
+    return apart
 
 
 class FileTransport:

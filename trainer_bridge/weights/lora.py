@@ -134,13 +134,18 @@ def _adapters(prefix: str, layer: Any) -> tuple[_Adapter, ...]:
 def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
     """Yield the weights of the plain model under its names, in the model's order. Raises: UnpushableTensor.
 
-    Of modules that an adapter library trains as a whole (`modules_to_save`) the active copy counts and the original is left out.
+    Of modules that an adapter library trains as a whole (`modules_to_save`) the active copy counts and the original is left out. A
+    parameter of several names goes out once, and again where an adapter, or a copy in the other's place, makes it another weight there:
+    a head that is tied to what an embedding was before it was adapted.
     """
-    layers = {name: module for name, module in model.named_modules() if _is_layer(module)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = {name: module for name, module in modules.items() if _is_layer(module)}
     # A library's outermost module has an attribute of that name too: a list.
-    saved = {name: module for name, module in model.named_modules() if isinstance(getattr(module, _SAVED, None), torch.nn.ModuleDict)}
+    saved = {name: module for name, module in modules.items() if isinstance(getattr(module, _SAVED, None), torch.nn.ModuleDict)}
     used: set[str] = set()
-    for name, parameter in model.named_parameters():
+    # Parameters by identity, with the layer that adapts them if one does.
+    sent: set[tuple[int, int | None]] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
         prefix = owner.removesuffix(".base_layer")
         plain = plain_name(name).removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
@@ -148,7 +153,10 @@ def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
         if layer is not None:
             adapters = _adapters(prefix, layer) if last == "weight" else ()
             used.update(prefix for _ in adapters)
-            yield AdaptedWeight(plain, parameter, adapters, bool(getattr(layer, "fan_in_fan_out", False)))
+            key = id(parameter), id(layer) if adapters else None
+            if key not in sent:
+                sent.add(key)
+                yield AdaptedWeight(plain, parameter, adapters, bool(getattr(layer, "fan_in_fan_out", False)))
         elif any(name.startswith(f"{one}.lora_") for one in layers):
             continue
         elif "lora_" in name:
@@ -156,7 +164,8 @@ def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
         else:
             whole_module = next((one for one in saved if name.startswith(f"{one}.")), None)
             kept = plain if whole_module is None else _kept_name(name, whole_module, saved[whole_module], plain)
-            if kept is not None:
+            if kept is not None and (id(parameter), None) not in sent:
+                sent.add((id(parameter), None))
                 yield AdaptedWeight(kept, parameter)
     lost = [prefix for prefix, layer in layers.items() if _adapters(prefix, layer) and prefix not in used]
     if lost:

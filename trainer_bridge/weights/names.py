@@ -17,7 +17,6 @@ from trainer_bridge.errors import UnpushableTensor
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # Of wrappers too, and names that a model may use itself further inside: taken off at the front only.
 _OUTER = frozenset({"module", "model"})
-HEAD = "lm_head.weight"
 # What an adapter library puts before the names of the model that it wraps.
 PEFT_PREFIX = "base_model.model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,22 +33,6 @@ def plain_name(name: str) -> str:
     inner = next((index for index, part in enumerate(parts[:-1]) if part not in _OUTER), len(parts) - 1)
     outer, rest = parts[:inner], parts[inner:]
     return ".".join(["model", *rest] if "model" in outer and rest[0] != "lm_head" else rest)
-
-
-def ties_head(model: torch.nn.Module | None) -> bool:
-    """Return whether the model's head is its embedding, by its config or because both are one parameter."""
-    if model is None:
-        return False
-    # The outermost module with a config is the model that is served; what wraps it has none.
-    for module in model.modules():
-        tied = getattr(getattr(module, "config", None), "tie_word_embeddings", None)
-        if tied is not None:
-            if tied:
-                return True
-            break
-    names = {plain_name(name).removeprefix(PEFT_PREFIX): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    head = names.get(HEAD)
-    return head is not None and any(parameter is head for name, parameter in names.items() if name != HEAD)
 
 
 def check_tensor(name: str, tensor: object) -> torch.Tensor:
@@ -97,10 +80,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def serving_tensors(
-    named_parameters: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype, head_is_tied: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) as the service must store them, on the device where they are. A tied head is left out.
+def serving_tensors(named_parameters: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) as the service must store them, on the device where they are.
 
     Raises: UnpushableTensor for adapters, other dtypes and layouts, non-finite values, and names that come twice.
     """
@@ -117,9 +98,7 @@ def serving_tensors(
                 remedy="pass one model's named_parameters()",
             )
         seen[name] = full_name
-        if name == HEAD and head_is_tied:
-            continue
-        served = tensor.detach().to(dtype=dtype).contiguous()
+        served = tensor.detach().to(dtype=dtype).resolve_neg().contiguous()
         if not _is_finite(served):
             raise UnpushableTensor(
                 f"{name} holds {int((~torch.isfinite(served)).sum())} non-finite values",

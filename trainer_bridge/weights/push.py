@@ -26,7 +26,7 @@ from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
 from trainer_bridge.options import MODES, check_canaries_fit, check_push_arguments, check_push_options, checked_canary_ids
 from trainer_bridge.outage import outage_code
 from trainer_bridge.weights.changes import ChangeWatch
-from trainer_bridge.weights.names import DTYPES, ties_head
+from trainer_bridge.weights.names import DTYPES
 from trainer_bridge.weights.proof import (
     AutocastFactory,
     CanaryFunction,
@@ -253,7 +253,7 @@ class WeightPush:
         update.incarnation = info.incarnation
         update.regained = info.needs_weights is not None or info.incarnation != self._incarnation
         self._changes.begin(foreign=update.regained or info.version != self._version)
-        manifest = manifest_of(sources, dtype=self._dtype, head_is_tied=ties_head(self._model)) if shapes_known else None  # type: ignore[arg-type]
+        manifest = manifest_of(sources, dtype=self._dtype) if shapes_known else None  # type: ignore[arg-type]
         ticket = self._talker.weights_begin(
             manifest, trainer_step=update.trainer_step, restore=update.restore, partial=update.partial, timeout_s=self._timeout_s
         )
@@ -271,7 +271,7 @@ class WeightPush:
 
         def stage() -> dict[str, Any]:
             try:
-                stage_all(self._transport, whole, update.sent, dtype=self._dtype, head_is_tied=ties_head(self._model))
+                stage_all(self._transport, whole, update.sent, dtype=self._dtype)
                 self._changes.check(update.sent.digests)
             except BaseException:
                 if self._ranks.size > 1:

@@ -14,7 +14,7 @@ import torch
 
 from trainer_bridge.errors import InvalidOption
 from trainer_bridge.weights.lora import AdaptedWeight, adapted_weights, has_adapters
-from trainer_bridge.weights.names import DTYPE_NAMES, HEAD, check_tensor, plain_name
+from trainer_bridge.weights.names import DTYPE_NAMES, check_tensor, plain_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,9 +113,6 @@ def sources_of(named: Iterable[tuple[str, torch.Tensor]] | None, model: torch.nn
     return (named_sources(named), True) if isinstance(named, Sequence) else (named, False)
 
 
-def manifest_of(sources: Iterable[WeightSource], *, dtype: torch.dtype, head_is_tied: bool) -> dict[str, dict[str, object]]:
+def manifest_of(sources: Iterable[WeightSource], *, dtype: torch.dtype) -> dict[str, dict[str, object]]:
     """Return name -> dtype and shape of every tensor that will be sent."""
-    served = {plain_name(source.name): source.shape for source in sources}
-    return {
-        name: {"dtype": DTYPE_NAMES[dtype], "shape": list(shape)} for name, shape in served.items() if not (head_is_tied and name == HEAD)
-    }
+    return {plain_name(source.name): {"dtype": DTYPE_NAMES[dtype], "shape": list(source.shape)} for source in sources}

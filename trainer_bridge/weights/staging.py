@@ -23,12 +23,10 @@ class Sent:
     staging_s: float = 0.0
 
 
-def stage_all(
-    transport: Transport, tensors: Iterable[tuple[str, torch.Tensor]], sent: Sent, *, dtype: torch.dtype, head_is_tied: bool
-) -> None:
+def stage_all(transport: Transport, tensors: Iterable[tuple[str, torch.Tensor]], sent: Sent, *, dtype: torch.dtype) -> None:
     """Send every tensor as the service stores it. Blocks: until all are staged. Mutates: `sent`. Raises: PushError and its kind."""
     last = time.monotonic()
-    serving = serving_tensors(tensors, dtype=dtype, head_is_tied=head_is_tied)
+    serving = serving_tensors(tensors, dtype=dtype)
     for bucket in in_buckets(_with_digests(serving, sent.digests), transport.bucket_bytes):
         sent.num_bytes += sum(tensor.nbytes for tensor in bucket.values())
         ready = time.monotonic()

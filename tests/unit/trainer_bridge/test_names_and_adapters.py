@@ -152,6 +152,46 @@ def test_modules_trained_as_a_whole_leave_as_their_active_copy(tmp_path: Path) -
     assert set(service.tensors) == {"embed.weight", "lm_head.weight"}
 
 
+def saved(module: torch.nn.Module) -> torch.nn.Module:
+    """Return what an adapter library puts in a module's place that is trained as a whole."""
+    kept = torch.nn.Module()
+    kept.original_module = module
+    kept.modules_to_save = torch.nn.ModuleDict({"default": torch.nn.Embedding(32, 8)})
+    kept.active_adapter = "default"
+    kept.forward = lambda ids: kept.modules_to_save["default"](ids)  # type: ignore[operator]
+    return kept
+
+
+@pytest.mark.parametrize("what", ["nothing", "embedding", "head"])
+def test_a_tied_head_goes_out_where_adapters_made_it_another_tensor_than_the_embedding(tmp_path: Path, what: str) -> None:
+    service, net = FakeWeightService(tmp_path), TinyNet(tied=True)
+    tied = net.embed.weight
+    net.inner = LowRank(torch.nn.Linear(8, 8, bias=False))
+    if what == "embedding":
+        net.embed = saved(net.embed)  # type: ignore[assignment]
+    if what == "head":
+        net.lm_head = LowRank(net.lm_head)  # type: ignore[assignment]
+    WeightPush(service, Wrapped(net), canary_ids=[]).push()
+    if what == "nothing":
+        assert set(service.tensors) == {"embed.weight", "inner.weight"}
+        return
+    assert set(service.tensors) == {"embed.weight", "inner.weight", "lm_head.weight"} == set(service.manifests[0])
+    expected = tied
+    if what == "head":
+        layer: LowRank = net.lm_head  # type: ignore[assignment]
+        expected = merge_lora(tied, layer.lora_A["default"].weight, layer.lora_B["default"].weight, 0.5)
+    assert torch.equal(service.tensors["lm_head.weight"], expected)
+    assert torch.equal(service.tensors["embed.weight"], tied) == (what == "head")
+
+
+def test_a_model_that_is_held_under_two_names_goes_out_once(tmp_path: Path) -> None:
+    service = FakeWeightService(tmp_path)
+    model, _ = adapted()
+    model.alias = model.base_model.model  # type: ignore[union-attr]
+    WeightPush(service, model).push()
+    assert set(service.tensors) == {"embed.weight", "lm_head.weight"}
+
+
 def test_an_adapter_that_is_left_out_of_the_push_is_noticed_by_the_third(tmp_path: Path) -> None:
     service = FakeWeightService(tmp_path)
     model, layer = adapted()

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,13 +87,38 @@ def test_small_buckets_bring_the_same_tensors_in_more_files(service: FakeWeightS
     assert set(service.tensors) == {"embed.weight", "lm_head.weight"}
 
 
-def test_a_tied_head_is_not_sent(service: FakeWeightService) -> None:
+def test_a_tied_head_is_not_sent_unless_it_is_named(service: FakeWeightService) -> None:
     model = TinyNet(tied=True)
     push = WeightPush(service, model)
     push.push()
     nudge(model)
     push.push(list(model.named_parameters(remove_duplicate=False)))
-    assert set(service.tensors) == {"embed.weight"} and [set(manifest) for manifest in service.manifests] == [{"embed.weight"}] * 2
+    both = {"embed.weight", "lm_head.weight"}
+    assert set(service.tensors) == both and [set(manifest) for manifest in service.manifests] == [{"embed.weight"}, both]
+
+
+def test_a_head_that_is_another_tensor_is_sent_whatever_the_config_says(service: FakeWeightService) -> None:
+    model = TinyNet(tied=True)
+    model.config = SimpleNamespace(tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.embed.weight.detach() * 2)
+    WeightPush(service, model).push()
+    assert torch.equal(service.tensors["lm_head.weight"], 2 * service.tensors["embed.weight"])
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+def test_tensors_that_share_memory_leave_in_files_as_they_are(service: FakeWeightService, bucket_bytes: int | None) -> None:
+    buffer = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    model = TinyNet()
+    model.embed.weight, model.lm_head.weight = torch.nn.Parameter(buffer[:32]), torch.nn.Parameter(buffer[16:])
+    WeightPush(service, model, transport="file", bucket_bytes=bucket_bytes).push()
+    assert torch.equal(service.tensors["embed.weight"], buffer[:32]) and torch.equal(service.tensors["lm_head.weight"], buffer[16:])
+
+
+def test_a_negated_view_is_sent_with_its_sign(service: FakeWeightService) -> None:
+    embed, head = torch.ones(32, 8), torch.imag(torch.full((32, 8), 1 + 2j).conj())
+    assert head.is_neg()
+    WeightPush(service).push([("embed.weight", embed), ("lm_head.weight", head)], canary=lambda ids: np.zeros(len(ids) - 1))
+    assert (service.tensors["lm_head.weight"] == -2).all()
 
 
 class Wrapper(torch.nn.Module):
