@@ -1,12 +1,15 @@
 """One rank of a sharded trainer, as a program: `python -m tests.integration.sharded_trainer RANK FOLDER ADDRESS`.
 
 Rank 0 talks to the service at ADDRESS. Pushes that rank 0 cannot make are tried, then a DDP model is pushed, then an FSDP2 model
-four times: well, with a failure on rank 0, well again, and with rank 1 killed before its part. Each rank writes what its pushes gave to
-FOLDER/rank<RANK>.json, line by line, and rank 0 the whole weights of each model to FOLDER; the test compares.
+four times: well, with a failure on rank 0, well again, and with rank 1 killed before its part. Before the last one, pushes that
+fail in each of their steps on one rank or on both are tried with either model, each followed by one that goes well.
+Each rank writes what its pushes gave to FOLDER/rank<RANK>.json, line by line, and rank 0 the whole weights of each model to FOLDER;
+the test compares.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,6 +33,8 @@ from trainer_bridge.weights import sources
 torch.set_num_threads(1)
 WORLD = 2
 SEEDS = {"ddp": 31, "fsdp2": 32}
+# Where a push fails, and on which ranks. A forward of a sharded model is a collective, which all enter or none.
+FAILURES = [(step, ranks) for step in ("options", "tensors", "gathering", "canary", "interrupt") for ranks in ((0,), (1,), (0, 1))]
 
 
 def sharded(kind: str) -> torch.nn.Module:
@@ -83,6 +88,19 @@ def watch_gathering() -> list[int]:
     return most
 
 
+def failing_at(number: int, error: BaseException, gather: Any) -> Any:
+    """Return a gathering that fails once, after its collective."""
+    counts = itertools.count(1)
+
+    def failing(tensor: torch.Tensor) -> torch.Tensor:
+        result = gather(tensor)
+        if next(counts) == number:
+            raise error
+        return result
+
+    return failing
+
+
 class Rank:
     """This rank, its diary and its client."""
 
@@ -102,11 +120,11 @@ class Rank:
         except Exception as error:
             self.note(what, code=getattr(error, "code", type(error).__name__), text=str(error)[:300])
 
-    def push(self, what: str, push: WeightPush) -> None:
+    def push(self, what: str, push: WeightPush, **given: Any) -> None:
         """Push and write down what came of it."""
         try:
-            report = push.push()
-        except Exception as error:
+            report = push.push(**given)
+        except (Exception, KeyboardInterrupt) as error:
             self.note(what, code=getattr(error, "code", type(error).__name__), text=str(error)[:300])
         else:
             fields = {name: getattr(report, name) for name in ("version", "canary_gap", "num_tensors", "changed_tensors", "transport")}
@@ -122,6 +140,7 @@ class Rank:
         train_step(model, self.rank)
         self.push("ddp", push)
         save_whole(model, self.folder / "ddp.safetensors", self.rank)
+        self.fail_everywhere("ddp", model)
 
         model = sharded("fsdp2")
         most = watch_gathering()
@@ -134,11 +153,33 @@ class Rank:
             self.fail_once(push)
         self.push("refused", push)
         self.push("again", push)
+        self.fail_everywhere("fsdp2", model)
+        self.push("last", push)
         save_whole(model, self.folder / "fsdp2.safetensors", self.rank)
         dist.barrier()
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self.push("killed", push)
+
+    def fail_everywhere(self, kind: str, model: torch.nn.Module) -> None:
+        """Push with a failure in every step on one rank or on both, and then well, each time."""
+        push = WeightPush(self.client, model, transport="memory", allow_unchanged=True)
+        for step, ranks in FAILURES:
+            what = f"{kind} {step} {''.join(map(str, ranks))}"
+            given: dict[str, Any] = {"canary": lambda ids: [-1.0] * (len(ids) - 1)} if step == "canary" else {}
+            gather = sources.whole
+            if self.rank in ranks:
+                if step == "options":
+                    given["mode"] = "at night"
+                elif step == "tensors":
+                    given["named_parameters"] = {"a": 1}
+                elif step == "canary":
+                    given["canary"] = lambda ids: [-1.0]
+                else:
+                    sources.whole = failing_at(5, KeyboardInterrupt() if step == "interrupt" else MemoryError("out of memory"), gather)
+            self.push(what, push, **given)
+            sources.whole = gather
+            self.push(f"{what}, then", push)
 
     @staticmethod
     def fail_once(push: WeightPush) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import rollout
 from tests.fixtures_models import reference_logprobs, tiny_model, write_checkpoint
+from tests.integration.sharded_trainer import FAILURES
 
 IDS = np.random.default_rng(4).integers(3, 250, 30)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,12 +87,26 @@ def test_a_failure_on_rank_0_reaches_both_and_the_next_push_works(diaries: tuple
     assert first["again"] == second["again"] and first["again"]["version"] == first["fsdp2"]["version"] + 2
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("step", "ranks"), FAILURES)
+def test_a_push_that_fails_on_one_rank_or_on_all_fails_on_all_and_the_next_one_works(
+    diaries: tuple[Diary, Diary], kind: str, step: str, ranks: tuple[int, ...]
+) -> None:
+    what = f"{kind} {step} {''.join(map(str, ranks))}"
+    for rank, diary in enumerate(diaries):
+        told = diary[what]
+        assert "code" in told, "it failed here"
+        assert told["text"].startswith(f"rank {ranks[0]} gave the push up: ") == (rank not in ranks)
+    first, second = (diary[f"{what}, then"] for diary in diaries)
+    assert first == second and first["canary_gap"] < 1e-4
+
+
 def test_a_rank_that_is_killed_ends_the_others_push_and_the_service_serves_what_it_had(
     client: Any, folder: Path, diaries: tuple[Diary, Diary]
 ) -> None:
     first, second = diaries
     assert "code" in first["killed"] and "killed" not in second
-    assert client.info().version == first["again"]["version"]
+    assert client.info().version == first["last"]["version"]
     client.weights_abort(client.weights_begin(None).update_id)
     model = tiny_model("llama")
     before = reference_logprobs(model, IDS)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial as bound
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -38,12 +39,13 @@ from trainer_bridge.weights.proof import (
 from trainer_bridge.weights.ranks import OUR_DEFAULT, Ranks
 from trainer_bridge.weights.report import PendingPush, PushReport
 from trainer_bridge.weights.service import WeightClient, checked_client, service_facts
-from trainer_bridge.weights.sources import Sources, loaded, manifest_of, sources_of
+from trainer_bridge.weights.sources import Loaded, Sources, manifest_of, sources_of
 from trainer_bridge.weights.staging import Sent, stage_all
 from trainer_bridge.weights.transport import Transport, make_transport
 
 log = logging.getLogger("trainer_bridge.push")
 
+Outcome = TypeVar("Outcome")
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 DEFAULT_TIMEOUT_S = 120.0
 Wait = Literal["published", "staged"]
@@ -100,32 +102,27 @@ class WeightPush:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         process_group: Any = OUR_DEFAULT,
     ):
-        check_push_options(autocast=autocast, allow_unchanged=allow_unchanged, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-        given_ids = None if canary_ids is None else checked_canary_ids(canary_ids)
         self._ranks = Ranks(process_group)
-        if model is not None and not isinstance(model, torch.nn.Module):
-            raise InvalidOption(
-                f"model is a {type(model).__name__}",
-                field="model",
-                value=type(model).__name__,
-                limit="a torch.nn.Module",
-                remedy="pass the model that is trained, or leave it out and name tensors: push(named_parameters)",
-            )
+
+        def checked() -> list[np.ndarray] | None:
+            check_push_options(autocast=autocast, allow_unchanged=allow_unchanged, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+            _check_model(model)
+            return None if canary_ids is None else checked_canary_ids(canary_ids)
+
+        # Whatever speaks against it is found inside a step, so that the other ranks hear of it and wait for nothing.
+        given_ids = self._on_all(checked)
         self._client, self._model, self._timeout_s = client, model, timeout_s
         self._autocast = autocast
         self._changes = ChangeWatch(allowed=allow_unchanged)
         self._pending: PendingPush | None = None
         self._num_pushes = 0
-        # Whatever speaks against it is found inside the step, so that the other ranks hear of it and wait for nothing.
+        # The update that the service may still hold for this trainer, and the thread that opened it.
+        self._open: tuple[str, int] | None = None
         facts = self._agreed(lambda: self._meet(transport, bucket_bytes))
         self._version: int = facts["version"]
         self._first_version, self._published = self._version, set[int]()
         self._dtype = DTYPES[facts["dtype"]]
-        if given_ids is None:
-            self._canary_ids = default_canary_ids(facts["num_valid_ids"], facts["max_model_len"])
-        else:
-            check_canaries_fit(given_ids, num_valid_ids=facts["num_valid_ids"], max_model_len=facts["max_model_len"])
-            self._canary_ids = given_ids
+        self._canary_ids = self._on_all(lambda: _canary_ids(given_ids, num_ids=facts["num_valid_ids"], max_len=facts["max_model_len"]))
 
     def _meet(self, transport: str | Transport, bucket_bytes: int | None) -> dict[str, Any]:
         """Choose the transport and return the service's facts. Raises: InvalidOption, PushError without a running engine."""
@@ -144,18 +141,29 @@ class WeightPush:
     def _agreed(self, step: Callable[[], dict[str, Any]], other: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Run `step` on rank 0 and `other` on the others; return what `step` gave, on every rank.
 
-        Blocks: until all ranks are here. Raises: what `step` raised, on the other ranks as PushError.
+        Blocks: until all ranks are here. Raises: what a rank raised, on the other ranks as PushError.
         """
-        if not self._ranks.leads:
-            other()
-            return self._ranks.listen()
+        outcome: dict[str, Any] = {}
         try:
-            outcome = step()
+            if self._ranks.leads:
+                outcome = step()
+            else:
+                other()
         except BaseException as error:
-            self._ranks.tell(error)
+            self._ranks.agree(error)
             raise
-        self._ranks.tell(outcome)
-        return outcome
+        return self._ranks.agree(outcome)
+
+    def _on_all(self, step: Callable[[], Outcome]) -> Outcome:
+        """Run `step` on every rank and return what it gave here. Blocks and raises: as `_agreed`."""
+        given: list[Outcome] = []
+
+        def run() -> dict[str, Any]:
+            given.append(step())
+            return {}
+
+        self._agreed(run, other=run)
+        return given[0]
 
     @property
     def version(self) -> int:
@@ -219,7 +227,9 @@ class WeightPush:
         Blocks: as `wait` says. Raises: PushError and its kind, and the service's errors; the update is then aborted and the
         previous weights serve on.
         """
-        check_push_arguments(canary=canary, trainer_step=trainer_step, partial=partial, mode=mode, drain_s=drain_s, wait=wait)
+        self._on_all(
+            lambda: check_push_arguments(canary=canary, trainer_step=trainer_step, partial=partial, mode=mode, drain_s=drain_s, wait=wait)
+        )
         step = self._num_pushes if trainer_step is None else int(trainer_step)
         update = _Update(step, time.monotonic(), mode, float(drain_s), partial=partial)
         return self._push(update, named_parameters, canary, wait)
@@ -233,7 +243,7 @@ class WeightPush:
     ) -> PushReport | PendingPush:
         if self._pending is not None:
             self._pending.result()
-        sources, shapes_known = sources_of(named_parameters, self._model)
+        sources, shapes_known = self._on_all(lambda: sources_of(named_parameters, self._model))
         try:
             self._agreed(lambda: self._begin(update, sources, shapes_known=shapes_known))
             self._stage(update, sources)
@@ -249,6 +259,10 @@ class WeightPush:
 
     def _begin(self, update: _Update, sources: Sources, *, shapes_known: bool) -> dict[str, Any]:
         """Open the update and the transport."""
+        if self._open is not None and self._open[1] == threading.get_ident():
+            # Its push is over, but the abort was interrupted, or got no answer. What speaks against it still, begin tells.
+            with contextlib.suppress(Exception):
+                self._abort_open()
         info = self._talker.info()
         update.incarnation = info.incarnation
         update.regained = info.needs_weights is not None or info.incarnation != self._incarnation
@@ -257,17 +271,14 @@ class WeightPush:
         ticket = self._talker.weights_begin(
             manifest, trainer_step=update.trainer_step, restore=update.restore, partial=update.partial, timeout_s=self._timeout_s
         )
+        self._open = ticket.update_id, threading.get_ident()
         update.update_id = ticket.update_id
         self._transport.open(info, update.update_id)
         return {}
 
     def _stage(self, update: _Update, sources: Sources) -> None:
         """Stage everything on rank 0 while all ranks gather. Raises: as `_agreed`, after the gathering has been gone through."""
-        whole = loaded(sources)
-
-        def gather() -> None:
-            for _ in whole:
-                pass
+        whole = Loaded(sources)
 
         def stage() -> dict[str, Any]:
             try:
@@ -276,11 +287,12 @@ class WeightPush:
             except BaseException:
                 if self._ranks.size > 1:
                     # The others gather on; without us they would wait for ever.
-                    gather()
+                    with contextlib.suppress(BaseException):
+                        whole.go_through()
                 raise
             return {}
 
-        self._agreed(stage, other=gather)
+        self._agreed(stage, other=whole.go_through)
 
     def _make_canaries(self, update: _Update, canary: CanaryFunction | None) -> dict[str, Any]:
         started = time.monotonic()
@@ -356,12 +368,23 @@ class WeightPush:
             return
         if getattr(error, "code", None) == "drain_timeout":
             error.add_note("this push has aborted its update: push again, with a larger drain_s or another mode")
-        # A transport of the user's own may fail here as well; the service must hear of the abort all the same.
-        for abort in (self._transport.abort, bound(self._talker.weights_abort, update.update_id, timeout_s=self._timeout_s)):
+        interrupt: BaseException | None = None
+        # A transport of the user's own may fail here as well, and a second interrupt come; the service must hear of the abort all the same.
+        for abort in (self._transport.abort, self._abort_open):
             try:
                 abort()
-            except Exception as second:  # The first error is the one to report; the service drops the update with our lease.
+            except Exception as second:  # The first error is the one to report; the next push aborts again.
                 error.add_note(f"the abort of the update failed too: {second}")
+            except BaseException as second:
+                interrupt = second
+        if interrupt is not None and isinstance(error, Exception):
+            raise interrupt from error
+
+    def _abort_open(self) -> None:
+        """Let the service drop the update that a push left open, if one did."""
+        if self._open is not None:
+            self._talker.weights_abort(self._open[0], timeout_s=self._timeout_s)
+            self._open = None
 
     def _commit(self, update: _Update) -> PushReport:
         """Let the service prove and publish; compare with the push before."""
@@ -370,6 +393,7 @@ class WeightPush:
         outcome = self._talker.weights_commit(
             update.update_id, digests=sent.digests, canaries=update.canaries, mode=update.mode, drain_s=update.drain_s
         )
+        self._open = None
         unchanged = self._changes.published(
             sent.digests, version=outcome.version, changed_tensors=outcome.changed_tensors, regained=update.regained
         )
@@ -395,6 +419,26 @@ class WeightPush:
             derive_s=outcome.derive_s,
             warning=unchanged or outcome.warning,
         )
+
+
+def _check_model(model: object) -> None:
+    """Raises: InvalidOption for what is no module."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidOption(
+            f"model is a {type(model).__name__}",
+            field="model",
+            value=type(model).__name__,
+            limit="a torch.nn.Module",
+            remedy="pass the model that is trained, or leave it out and name tensors: push(named_parameters)",
+        )
+
+
+def _canary_ids(given: list[np.ndarray] | None, *, num_ids: int, max_len: int) -> list[np.ndarray]:
+    """Return the sequences to compare. Raises: InvalidOption for given ones that the served model cannot take."""
+    if given is None:
+        return default_canary_ids(num_ids, max_len)
+    check_canaries_fit(given, num_valid_ids=num_ids, max_model_len=max_len)
+    return given
 
 
 def _warn(text: str) -> None:

@@ -1,11 +1,11 @@
 """The ranks of a sharded trainer during a push: all take part, one talks to the service, and all end it the same way.
 
-    rank 0       begin --ok?--> gather and stage --ok?--> canaries --ok?--> commit --report--> return
-    other ranks        --ok?--> gather           --ok?--> canaries --ok?-->        --report--> return
+    rank 0       options --ok?--> begin --ok?--> gather and stage --ok?--> canaries --ok?--> commit --report--> return
+    other ranks  options --ok?-->       --ok?--> gather           --ok?--> canaries --ok?-->        --report--> return
 
-After each step rank 0 says whether it went well. Where it did not, rank 0 has gone through the gathering all the same, so that
-nobody waits in a collective that never comes; the others raise the error that it had. Texts travel as bytes of
-JSON, no objects. Invariant: every rank runs the same collectives in the same order, whatever fails on rank 0.
+After each step all hear whether it went well on each of them. A rank on which it did not has gone through the gathering all the same,
+so that nobody waits in a collective that never comes; the others raise the error that the first such rank had. Texts travel as
+bytes of JSON, no objects. Invariant: every rank runs the same collectives in the same order, whatever fails on one or all of them.
 """
 
 from __future__ import annotations
@@ -39,41 +39,60 @@ class Ranks:
         self._group = process_group
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        if self.rank < 0:
+            raise InvalidOption(
+                "this process is no rank of process_group",
+                field="process_group",
+                value="a group of other processes",
+                limit="the ranks that push together",
+                remedy="make and call a WeightPush on the ranks of the group alone",
+            )
 
     @property
     def leads(self) -> bool:
         """Whether this rank talks to the service."""
         return self.rank == 0
 
-    def _broadcast(self, values: torch.Tensor) -> torch.Tensor:
+    def _placed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor where the group's collectives take it."""
         backend = dist.get_backend(self._group)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        moved = values.to(device)
-        dist.broadcast(moved, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return values.to(torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu"))
+
+    def _broadcast(self, values: torch.Tensor, speaker: int) -> torch.Tensor:
+        moved = self._placed(values)
+        dist.broadcast(moved, src=dist.get_global_rank(self._group, speaker), group=self._group)
         return moved.cpu()
 
-    def _say(self, text: str) -> None:
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._broadcast(torch.tensor([content.numel()], dtype=torch.int64))
-        self._broadcast(content)
+    def _first_failed(self, *, failed: bool) -> int | None:
+        """Return the first rank on which a step failed, None where it went well on all."""
+        first = self._placed(torch.tensor([self.rank if failed else self.size], dtype=torch.int64))
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
+        return int(first[0]) if int(first[0]) < self.size else None
 
-    def _hear(self) -> str:
-        size = int(self._broadcast(torch.zeros(1, dtype=torch.int64))[0])
-        return bytes(self._broadcast(torch.zeros(size, dtype=torch.uint8)).numpy()).decode()
+    def _said(self, speaker: int, said: dict[str, Any]) -> dict[str, Any]:
+        """Return what one rank says, on every rank."""
+        content = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        size = int(self._broadcast(torch.tensor([content.numel()], dtype=torch.int64), speaker)[0])
+        heard = self._broadcast(content if self.rank == speaker else torch.zeros(size, dtype=torch.uint8), speaker)
+        return dict(json.loads(bytes(heard.numpy()).decode()))
 
-    def tell(self, outcome: dict[str, Any] | BaseException) -> None:
-        """On rank 0: let every rank know how a step ended."""
-        if self.size > 1:
-            said = _failure(outcome) if isinstance(outcome, BaseException) else {"outcome": outcome}
-            self._say(json.dumps(said))
+    def agree(self, outcome: dict[str, Any] | BaseException) -> dict[str, Any]:
+        """Let all ranks know how a step ended on each; return what rank 0 has of it. A rank that failed raises its own error itself.
 
-    def listen(self) -> dict[str, Any]:
-        """On another rank: return how the step ended. Blocks: until rank 0 tells. Raises: PushError with what rank 0 failed with."""
-        said = json.loads(self._hear())
-        if "error" not in said:
+        Blocks: until all ranks are here. Raises: PushError with what another rank failed with.
+        """
+        failed = isinstance(outcome, BaseException)
+        if self.size == 1:
+            return {} if failed else outcome  # type: ignore[return-value]
+        first = self._first_failed(failed=failed)
+        said = self._said(first or 0, _failure(outcome) if isinstance(outcome, BaseException) else {"outcome": outcome})
+        if first is None:
             return dict(said["outcome"])
+        if failed:
+            return {}
         error = said["error"]
-        raised = PushError(f"rank 0 gave the push up: {error['what']}", **{name: error.get(name) for name in ("field", "limit", "remedy")})
+        what = f"rank {first} gave the push up: {error['what']}"
+        raised = PushError(what, **{name: error.get(name) for name in ("field", "limit", "remedy")})
         raised.code = error["code"]  # type: ignore[misc]
         raise raised
 

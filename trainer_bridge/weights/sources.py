@@ -81,17 +81,41 @@ def _check_named(named: object) -> None:
         raise _refuse_named(f"named_parameters is a {kind}", kind, "pass model.named_parameters(), or pairs like those")
 
 
-def loaded(sources: Iterable[WeightSource] | Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor), one after the other."""
-    for source in sources:
-        if isinstance(source, WeightSource):
-            yield source.name, source.load()
-        else:
-            name, tensor = _pair(source)
-            yield name, whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
-
-
 Sources = Iterable[WeightSource] | Iterable[tuple[str, torch.Tensor]]
+
+
+class Loaded(Iterator[tuple[str, torch.Tensor]]):
+    """(name, whole tensor), one after the other. One that cannot be made raises, and those behind it come all the same."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources: Iterator[WeightSource | tuple[str, torch.Tensor]] = iter(sources)
+        self._over = False
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        if self._over:
+            raise StopIteration
+        try:
+            source = next(self._sources)
+        except BaseException:
+            self._over = True
+            raise
+        if isinstance(source, WeightSource):
+            return source.name, source.load()
+        name, tensor = _pair(source)
+        return name, whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+    def go_through(self) -> None:
+        """Make all that is left and drop it, for the ranks that wait for this one's part. Raises: the first error, at the end."""
+        first: BaseException | None = None
+        while not self._over:
+            try:
+                next(self)
+            except StopIteration:
+                break
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 def sources_of(named: Iterable[tuple[str, torch.Tensor]] | None, model: torch.nn.Module | None) -> tuple[Sources, bool]:

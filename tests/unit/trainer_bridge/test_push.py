@@ -186,6 +186,38 @@ def test_an_interrupt_aborts_as_well_and_a_failed_abort_does_not_hide_it(tmp_pat
     assert service.calls[-1] == "abort" and "gone too" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ConnectionError])
+def test_an_update_whose_abort_did_not_get_through_is_aborted_by_the_next_push(tmp_path: Path, kind: type[BaseException]) -> None:
+    def fail(path: Path) -> None:
+        raise ConnectionError("gone")
+
+    service = FakeWeightService(tmp_path, on_stage=fail, fail_at={"abort": kind("no abort")})
+    model = TinyNet()
+    push = WeightPush(service, model, transport="file")
+    with pytest.raises(kind):
+        push.push()
+    service.fail_at, service.on_stage = {}, None
+    service.calls.clear()
+    assert push.push().version == 1
+    assert service.calls == ["abort", "begin", "stage", "commit"]
+    service.calls.clear()
+    nudge(model)
+    push.push()
+    assert service.calls == ["begin", "stage", "commit"], "one that was committed is over"
+
+
+def test_an_interrupt_while_the_transport_is_aborted_does_not_keep_the_abort_from_the_service(service: FakeWeightService) -> None:
+    push = WeightPush(service, TinyNet(), transport="file")
+
+    def failing(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    push._transport.send = push._transport.abort = failing  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        push.push()
+    assert service.calls == ["begin", "abort"]
+
+
 def test_a_refused_begin_is_not_aborted(tmp_path: Path) -> None:
     service = FakeWeightService(tmp_path, fail_at={"begin": RuntimeError("busy")})
     with pytest.raises(RuntimeError, match="busy"):
