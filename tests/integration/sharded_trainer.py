@@ -49,11 +49,14 @@ def sharded(kind: str) -> torch.nn.Module:
     return model
 
 
-def train_step(model: torch.nn.Module, rank: int) -> None:
-    """Make one step of plain gradient descent whose gradient depends on both ranks."""
+def train_step(model: torch.nn.Module, rank: int, *, looks: bool = False) -> None:
+    """Make one step of plain gradient descent whose gradient depends on both ranks; `looks` runs a forward before the weights change."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ids = torch.randint(3, 250, (1, 12), generator=torch.Generator().manual_seed(rank))
     model(input_ids=ids, labels=ids).loss.backward()
+    if looks:
+        with torch.no_grad():
+            model(input_ids=ids)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -154,6 +157,7 @@ class Rank:
         self.push("refused", push)
         self.push("again", push)
         self.fail_everywhere("fsdp2", model)
+        train_step(model, self.rank, looks=True)
         self.push("last", push)
         save_whole(model, self.folder / "fsdp2.safetensors", self.rank)
         dist.barrier()

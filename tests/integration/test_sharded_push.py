@@ -101,6 +101,13 @@ def test_a_push_that_fails_on_one_rank_or_on_all_fails_on_all_and_the_next_one_w
     assert first == second and first["canary_gap"] < 1e-4
 
 
+def test_what_a_forward_gathered_before_the_last_step_is_not_pushed(client: Any, folder: Path, diaries: tuple[Diary, Diary]) -> None:
+    assert diaries[0]["last"]["canary_gap"] < 1e-4
+    model = tiny_model("llama")
+    model.load_state_dict(load_file(folder / "fsdp2.safetensors"))
+    assert np.abs(client.score(IDS).token_logprobs - reference_logprobs(model, IDS)).max() < 1e-4
+
+
 def test_a_rank_that_is_killed_ends_the_others_push_and_the_service_serves_what_it_had(
     client: Any, folder: Path, diaries: tuple[Diary, Diary]
 ) -> None:

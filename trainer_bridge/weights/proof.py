@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.errors import InvalidOption
+from trainer_bridge.weights.sources import reshard
 
 CanaryFunction = Callable[[np.ndarray], "np.ndarray | torch.Tensor | Sequence[float]"]
 AutocastFactory = Callable[[], contextlib.AbstractContextManager[object]]
@@ -39,8 +40,9 @@ def default_canary_ids(num_ids: int, max_len: int, *, count: int = 3, length: in
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Run the block in eval mode without gradients; then restore each module's mode and all random states it may use.
 
-    Modules that gathered their shards for the forward (FSDP2) give them up again.
+    Modules that gathered their shards for the forward (FSDP2) give them up again, as they do before it with older ones.
     """
+    reshard(model)
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -50,9 +52,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-                reshard = getattr(module, "reshard", None)
-                if callable(reshard) and callable(getattr(module, "unshard", None)):
-                    reshard()
+            reshard(model)
 
 
 def model_canaries(

@@ -33,6 +33,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if gather is None else gather().detach()
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Let sharded modules (FSDP2) give up what they gathered for a forward: it is as old as that, and the optimizer writes the shards."""
+    for module in model.modules():
+        give_up = getattr(module, "reshard", None)
+        if callable(give_up) and callable(getattr(module, "unshard", None)):
+            give_up()
+
+
 def _source(name: str, tensor: torch.Tensor) -> WeightSource:
     return WeightSource(name, tuple(tensor.shape), lambda: whole(tensor))
 
@@ -42,7 +50,8 @@ def _adapted(weight: AdaptedWeight) -> WeightSource:
 
 
 def model_sources(model: torch.nn.Module) -> list[WeightSource]:
-    """Return the sources of a model's weights, adapters merged into their bases. Raises: UnpushableTensor."""
+    """Return the sources of a model's weights, adapters merged into their bases. Mutates: gathered shards go. Raises: UnpushableTensor."""
+    reshard(model)
     if not has_adapters(model):
         return [_source(name, parameter) for name, parameter in model.named_parameters()]
     return [_adapted(weight) for weight in adapted_weights(model)]
