@@ -148,7 +148,7 @@ def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
         prefix = owner.removesuffix(".base_layer")
-        plain = plain_name(name).removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+        plain = _plain_name(name).replace(".base_layer.", ".")
         layer = layers.get(prefix)
         if layer is not None:
             adapters = _adapters(prefix, layer) if last == "weight" else ()
@@ -170,6 +170,12 @@ def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
     lost = [prefix for prefix, layer in layers.items() if _adapters(prefix, layer) and prefix not in used]
     if lost:
         raise _refuse(lost[0], "has no base weight beside it")
+
+
+def _plain_name(name: str) -> str:
+    """Return a tensor's name in the plain model, whatever wraps the adapter library's module and whatever that wraps."""
+    outer, library, inner = plain_name(name).partition(PEFT_PREFIX)
+    return plain_name(inner) if library and outer in ("", "model.") else outer + library + inner
 
 
 def _kept_name(name: str, prefix: str, module: Any, plain: str) -> str | None:

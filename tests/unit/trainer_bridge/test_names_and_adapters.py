@@ -152,6 +152,24 @@ def test_modules_trained_as_a_whole_leave_as_their_active_copy(tmp_path: Path) -
     assert set(service.tensors) == {"embed.weight", "lm_head.weight"}
 
 
+@pytest.mark.parametrize("outer", ["", "module.", "model.", "module.model.", "model.model._orig_mod."])
+@pytest.mark.parametrize("inner", ["", "module.", "_orig_mod.", "module.model."])
+@pytest.mark.parametrize("plain", [LAYER, "lm_head.weight"])
+def test_wrappers_around_and_within_an_adapter_librarys_module_are_taken_off(tmp_path: Path, outer: str, inner: str, plain: str) -> None:
+    layer = LowRank(torch.nn.Linear(8, 8, bias=False))
+    base = f"{outer}base_model.model.{inner}{plain.removesuffix('.weight')}"
+    model = torch.nn.Module()
+    at = model
+    *path, last = base.split(".")
+    for part in path:
+        at.add_module(part, torch.nn.Module())
+        at = getattr(at, part)
+    at.add_module(last, layer)
+    service = FakeWeightService(tmp_path)
+    WeightPush(service, model, canary_ids=[]).push()
+    assert set(service.tensors) == {plain}
+
+
 def saved(module: torch.nn.Module) -> torch.nn.Module:
     """Return what an adapter library puts in a module's place that is trained as a whole."""
     kept = torch.nn.Module()
