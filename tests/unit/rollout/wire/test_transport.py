@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +102,44 @@ def test_a_message_over_the_size_limit_does_not_arrive_and_the_socket_lives(cont
     assert incoming is not None
     assert incoming.frames == [b"ok"]
     assert not Poller([router]).wait(0.2)
+
+
+@pytest.mark.parametrize("network", ["ipc", "tcp"])
+@pytest.mark.parametrize("kind", ["router", "dealer"])
+def test_a_process_that_reads_nothing_outlives_a_peer_that_filled_its_queue_and_went(tmp_path: Path, kind: str, network: str) -> None:
+    address = f"ipc://{tmp_path}/r" if network == "ipc" else "tcp://127.0.0.1:0"
+    context = Context()
+    router = context.router(address, 2**20) if kind == "dealer" else None
+    command = [sys.executable, "-m", "tests.unit.rollout.wire.full_queue", kind, address if router is None else router.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        said = other.stdout.readline().strip()
+        route = b""
+        if router is None:
+            dealer = context.dealer(said, 2**20)
+        else:
+            assert Poller([router]).wait(5)
+            incoming = router.receive()
+            assert incoming is not None
+            route = incoming.route
+        taken, deadline = 0, time.monotonic() + 1.0
+        while time.monotonic() < deadline and taken < 20_000:
+            sent = dealer.send([b"x"]) if router is None else router.send(route, [b"x"])
+            taken += sent is Sent.OK
+        assert taken >= 2_000
+        context.close()
+        # Longer than the library waits between two heartbeats, where it sends any.
+        time.sleep(2.5)
+        assert other.poll() is None, f"it ended with {other.returncode}"
+        print(file=other.stdin, flush=True)
+        assert int(other.stdout.readline()) >= 1_000, "what came before is still there"
+        if router is None:
+            again = Context()
+            again.dealer(said, 2**20).send([b"hello"])
+            print(file=other.stdin, flush=True)
+            assert int(other.stdout.readline()) == 1, "and others find it"
+            again.close()
+    assert other.returncode == 0
 
 
 def test_socket_files_are_for_their_owner_only(context: Context, tmp_path: Path) -> None:
