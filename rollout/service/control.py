@@ -105,8 +105,9 @@ class ControlDesk:
         self.sleepers.host_ready()
 
     def host_died(self) -> None:
-        """Forget the update that died with the host."""
+        """Forget the update that died with the host, and its sleep."""
         self._update = None
+        self.sleepers.host_died()
         waiting = self._gate.withdraw()
         if waiting is not None:
             waiting.refuse(HostFailed("the engine host died while the commit waited", remedy="push again once info().health allows it"))
