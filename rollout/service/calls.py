@@ -77,14 +77,17 @@ class Calls:
         on_result: OnResult | None = None,
         on_error: OnError | None = None,
         result_op: Op | None = None,
+        refusable: bool = True,
     ) -> None:
         """Send a call to the host; its answer goes to the session under `request_id`, as `result_op` if that is given.
 
-        Raises: Busy for a session that has too much open.
+        Calls that something else bounds, a cancel by its request and a commit by its update, are not `refusable`: they must go however
+        much else is open. Raises: Busy for a session that has too much open; then nothing was sent.
         """
         num_bytes = sum(array.nbytes for array in (arrays or {}).values())
         number = session.number
-        if self._num_open[number] >= MAX_OPEN_CALLS or self._open_bytes[number] + num_bytes > MAX_OPEN_CALL_BYTES:
+        full = self._num_open[number] >= MAX_OPEN_CALLS or self._open_bytes[number] + num_bytes > MAX_OPEN_CALL_BYTES
+        if full and refusable:
             raise Busy(
                 f"{self._num_open[number]} calls of this client with {self._open_bytes[number]} bytes wait for the engine",
                 limit=f"at most {MAX_OPEN_CALLS} calls and {MAX_OPEN_CALL_BYTES} bytes",

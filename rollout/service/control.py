@@ -223,7 +223,6 @@ class ControlDesk:
         update = OpenUpdate(
             update_id=secrets.token_hex(8), version=version, holder=session, since=time.monotonic(), restore=restore, partial=body.partial
         )
-        self._update = update
         fields = {"update_id": update.update_id, "version": version, "manifest": body.model_dump()["manifest"], "partial": body.partial}
         ticket = {"update_id": update.update_id, "version": version}
         self._calls.pass_on(
@@ -236,6 +235,7 @@ class ControlDesk:
             on_error=lambda _: self._close(update),
             result_op=Op.WEIGHTS_TICKET,
         )
+        self._update = update
 
     def _restored(self, version: int) -> int:
         if version != self.needs_weights:
@@ -285,7 +285,6 @@ class ControlDesk:
                 limit=f"at most {MAX_OPEN_STAGES} at a time",
                 remedy="wait for answers before more is sent",
             )
-        update.staging += 1
 
         def answered(_: object) -> None:
             update.staging -= 1
@@ -300,6 +299,7 @@ class ControlDesk:
             on_result=answered,
             on_error=answered,
         )
+        update.staging += 1
 
     def commit(self, session: Session, packet: Packet) -> None:
         """Let the host prove and publish, once the requests are as the mode asks. Raises: NoUpdate, WeightUpdateError."""
@@ -363,6 +363,8 @@ class ControlDesk:
             packet.arrays,
             on_result=published,
             on_error=refused,
+            # It may go long after its message came, from the loop itself; there is one at a time.
+            refusable=False,
         )
 
     def _digests_after(self, update: OpenUpdate, brought: dict[str, int] | None) -> dict[str, int] | None:
@@ -386,7 +388,7 @@ class ControlDesk:
                 )
             waiting.refuse(NoUpdate("the update was aborted while its commit waited", field="update_id", value=body.update_id))
         self._update = None
-        self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_ABORT, {"update_id": body.update_id})
+        self._calls.pass_on(session, Channel.CONTROL, packet.request_id, Op.WEIGHTS_ABORT, {"update_id": body.update_id}, refusable=False)
         return True
 
 

@@ -250,13 +250,24 @@ class RequestDesk:
         elif record.terminal is not None:
             self._answer_cancel(session, call_id, False, record.terminal.kind)
         elif record.killing:
-            self._answer_cancel(session, call_id, False, "ending")
+            # One that is sent again after a lost connection gets the answer of the first.
+            if not self._calls.is_open(session, call_id):
+                self._answer_cancel(session, call_id, False, "ending")
         elif self._end_here(record, "cancelled", None):
             self._answer_cancel(session, call_id, True, "waiting")
         else:
             record.killing = True
             fields = {"engine_id": record.engine_id, "kind": "cancelled", "detail": None}
-            self._calls.pass_on(session, Channel.DATA, call_id, Op.KILL, fields, on_result=lambda body: self._verdict(record, body))
+            # One for each request at most, and none may be lost: nobody would end the request any more.
+            self._calls.pass_on(
+                session,
+                Channel.DATA,
+                call_id,
+                Op.KILL,
+                fields,
+                on_result=lambda body: self._verdict(record, body),
+                refusable=False,
+            )
 
     def _verdict(self, record: Record, body: Message) -> Mapping[str, object]:
         assert isinstance(body, CancelResult)

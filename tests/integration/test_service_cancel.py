@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import rollout
+from rollout.service.calls import MAX_OPEN_CALLS
 from rollout.wire.operations import Op
 from tests.fakes import StreamReader, WireClient, fake_ids, fake_service
 from tests.fixtures_models import write_checkpoint
@@ -195,6 +196,50 @@ def test_a_client_in_a_forked_child_says_so(client: Any) -> None:
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(ended[1]) == 0
     assert client.generate([1], max_new_tokens=2, seed=1).ids.tolist() == fake_ids(1, 2).tolist(), "the parent goes on"
+
+
+def test_a_stream_that_was_begun_before_a_fork_says_so_in_the_child_and_goes_on_in_the_parent(client: Any) -> None:
+    blocking, awaited = client.stream([1], max_new_tokens=400, seed=3), client.aio.stream([1], max_new_tokens=400, seed=4)
+    next(blocking)
+    child = os.fork()
+    if child == 0:
+        told = 0
+        signal.alarm(8)
+        for use in (lambda: list(blocking), lambda: asyncio.run(anext(awaited)), lambda: asyncio.run(anext(awaited))):
+            try:
+                while True:
+                    use()
+            except Exception as error:
+                told += getattr(error, "code", "") == "forked_client"
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert list(blocking)[-1].finished.ids.tolist() == fake_ids(3, 400).tolist()
+
+    async def rest() -> list[int]:
+        return [token async for delta in awaited for token in delta.ids.tolist()]
+
+    assert asyncio.run(rest()) == fake_ids(4, 400).tolist()
+
+
+def test_more_cancels_at_once_than_calls_may_be_open_lose_none(client: Any) -> None:
+    count = MAX_OPEN_CALLS + 400
+    before = client.stats()["cancelled"]
+
+    async def leave_all() -> None:
+        streams = [client.aio.stream([1], max_new_tokens=LONG // 4) for _ in range(count)]
+        while (await client.aio.stats())["live"] < count:
+            await asyncio.sleep(0.05)
+        host = psutil.Process(psutil.Process(os.getpid()).children()[0].pid).children()[0]
+        host.suspend()
+        try:
+            for stream in streams:
+                await stream.aclose()
+            await asyncio.sleep(1.0)
+        finally:
+            host.resume()
+
+    asyncio.run(leave_all())
+    wait_until(lambda: client.stats()["cancelled"] == before + count, timeout_s=30.0)
 
 
 def test_paused_requests_stand_still_and_can_still_be_cancelled_or_expire(client: Any) -> None:

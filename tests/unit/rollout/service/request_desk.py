@@ -109,9 +109,9 @@ class Desk:
         self._send(Op.GENERATE_GROUP, message_id, fields, {"prompt_ids": np.array([1, 2, 3], np.int32), "member_ids": ids})
         return message_id
 
-    def cancel(self, request_id: bytes) -> None:
+    def cancel(self, request_id: bytes, call_id: bytes | None = None) -> None:
         """Send a cancel."""
-        self._send(Op.CANCEL, new_token(), {"target": request_id}, {})
+        self._send(Op.CANCEL, call_id or new_token(), {"target": request_id}, {})
 
     def record(self, request_id: bytes) -> Record:
         """Return a request's record."""

@@ -8,7 +8,8 @@ import pytest
 from rollout.errors import Busy, HostFailed
 from rollout.service.calls import MAX_OPEN_CALLS
 from rollout.service.sessions import Channel
-from rollout.wire.operations import Op
+from rollout.wire.codec import decode, encode
+from rollout.wire.operations import HOST_REPLIES, Op
 from rollout.wire.security import new_token
 from tests.unit.rollout.service.request_desk import Desk
 
@@ -37,3 +38,25 @@ def test_a_client_with_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Busy, match="80 bytes wait"):
         score(desk, ids=6)
     score(desk, ids=5)
+
+
+def test_a_cancel_goes_however_much_else_is_open_and_once() -> None:
+    desk = Desk(max_requests=10)
+    first, second = desk.generate(max_new_tokens=5), desk.generate(max_new_tokens=5)
+    for _ in range(MAX_OPEN_CALLS):
+        score(desk)
+    for target in (first, second, first):
+        desk.cancel(target)
+    assert [body.kind for body in desk.link.of(Op.KILL)] == ["cancelled", "cancelled"]
+    assert [fields["state"] for op, _, fields in desk.replies if op is Op.CANCEL_RESULT] == ["ending"], "the third, at once"
+
+
+def test_a_cancel_that_is_sent_again_under_its_id_gets_one_answer_the_first_ones() -> None:
+    desk = Desk()
+    target, call_id = desk.generate(max_new_tokens=5), new_token()
+    desk.cancel(target, call_id)
+    desk.cancel(target, call_id)
+    assert not desk.replies
+    answer = encode(Op.CANCEL_RESULT, desk.link.sent[-1].request_id, {"cancelled": True, "state": "live"})
+    desk.calls.answer(decode([bytes(frame) for frame in answer], HOST_REPLIES))
+    assert [(one, fields["cancelled"]) for _, one, fields in desk.replies] == [(call_id, True)]

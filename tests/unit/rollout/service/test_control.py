@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rollout.errors import HostFailed, NeedsWeights, NoEvaluation, NoUpdate, PauseHeld, ServiceStopping, UpdateBusy, WeightUpdateError
+from rollout.errors import Busy, HostFailed, NeedsWeights, NoEvaluation, NoUpdate, PauseHeld, ServiceStopping, UpdateBusy, WeightUpdateError
 from rollout.service.admission import Admission
-from rollout.service.calls import Calls
+from rollout.service.calls import MAX_OPEN_CALLS, Calls
 from rollout.service.commit_gate import CommitGate
 from rollout.service.control import ControlDesk, refusal
 from rollout.service.host_link import HostLink
@@ -210,6 +210,29 @@ def test_open_calls_get_the_error_of_the_hosts_death() -> None:
     assert desk.replies[0][1]["code"] == "host_failed"
     assert desk.control.update is None
     assert len(desk.calls) == 0
+
+
+def test_what_a_client_with_too_many_open_calls_is_refused_has_not_happened_and_its_commit_goes_all_the_same() -> None:
+    desk = Desk()
+    update_id = desk.begin(desk.first)
+    desk.control.begin_evaluation(desk.second, packet(Op.EVALUATE_BEGIN, deadline_s=9.0))
+    desk.commit(desk.first, update_id)
+    for _ in range(MAX_OPEN_CALLS):
+        for session in (desk.first, desk.second):
+            desk.calls.pass_on(session, Channel.DATA, bytes(range(16)), Op.STATS, {})
+    with pytest.raises(Busy):
+        desk.control.stage(desk.first, packet(Op.WEIGHTS_STAGE_FILE, update_id=update_id, path="p", size=1, xxh3=None))
+    assert desk.control.update is not None and desk.control.update.staging == 0
+    desk.control.end_session(desk.second)
+    assert commits_sent(desk) == 1, "nobody could be told of a refusal: it goes from the loop, long after its message"
+    desk.answer(Op.WEIGHTS_REPORT, **REPORT)
+    assert desk.published == [1]
+    with pytest.raises(Busy):
+        desk.control.begin(desk.first, packet(Op.WEIGHTS_BEGIN))
+    assert desk.control.update is None
+    with pytest.raises(Busy):
+        desk.control.sleep(desk.first, packet(Op.SLEEP, level="kv"))
+    assert desk.admission.asleep is None
 
 
 def test_why_nothing_is_taken_is_named_in_order() -> None:
