@@ -74,6 +74,7 @@ class Stream:
         return self._news() if delta is None else delta
 
     def _news(self) -> Delta:
+        self._connection.check_process()
         woken = threading.Event()
         listener = self._record.listen(woken.set, each=True)
         try:
@@ -148,6 +149,15 @@ class Client:
         wait_blocking(call)
         return operation.read(answer(call))
 
+    def _opened(self, operation: Operation[T], timeout_s: float | None = None) -> T:
+        """Open something; what is opened after the wait has ended is closed again."""
+        call = self._call(operation)
+        try:
+            return cast(T, CallHandle(call, operation).result(timeout_s))
+        except BaseException:
+            self._connection.forget(call)
+            raise
+
     @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
     def generate(self, prompt_ids: Ids, **options: Unpack[GenerationOptions]) -> Generation:
@@ -202,7 +212,7 @@ class Client:
         Raises: as `generate`; VersionChanged if a commit got in after the deadline.
         """
         prepared = prepare_evaluation(prompts, deadline_s, options)
-        evaluation = self._run(operations.evaluate_begin(deadline_s))
+        evaluation = self._opened(operations.evaluate_begin(deadline_s))
         try:
             return evaluation.checked(self._all_of(*prepared), deadline_s)
         finally:
@@ -298,12 +308,7 @@ class Client:
         `timeout_s`.
         """
         operation = operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial)
-        call = self._call(operation)
-        try:
-            return cast(UpdateTicket, CallHandle(call, operation).result(timeout_s))
-        except BaseException:
-            self._connection.forget(call)
-            raise
+        return self._opened(operation, timeout_s)
 
     @checks_names(InvalidRequest, OTHER_NAMES)
     def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None, timeout_s: float | None = None) -> None:

@@ -101,7 +101,8 @@ class AsyncStream:
         return delta
 
     def _listen(self) -> News:
-        """Return what wakes this event loop from now on."""
+        """Return what wakes this event loop from now on. Raises: ForkedClient."""
+        self._connection.check_process()
         if self._news is not None:
             self._news.leave(self._record)
         news = self._news = News(asyncio.get_running_loop(), self._cursor)
@@ -141,6 +142,16 @@ class AsyncClient:
         call = self._call(operation)
         await wait_async(call)
         return operation.read(answer(call))
+
+    async def _opened(self, operation: Operation[T]) -> T:
+        """Open something; what is opened after the await was cancelled is closed again."""
+        call = self._call(operation)
+        try:
+            await wait_async(call)
+            return operation.read(answer(call))
+        except BaseException:
+            self._connection.forget(call)
+            raise
 
     @checks_names(InvalidRequest, OTHER_NAMES)
     @shows_options(OPTIONS)
@@ -196,7 +207,7 @@ class AsyncClient:
         Raises: as `generate`; VersionChanged if a commit got in after the deadline.
         """
         prepared = prepare_evaluation(prompts, deadline_s, options)
-        evaluation = await self._run(operations.evaluate_begin(deadline_s))
+        evaluation = await self._opened(operations.evaluate_begin(deadline_s))
         try:
             return evaluation.checked(await self._all_of(*prepared), deadline_s)
         finally:
@@ -289,14 +300,7 @@ class AsyncClient:
 
         An update that is opened after the await was cancelled is aborted.
         """
-        operation = operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial)
-        call = self._call(operation)
-        try:
-            await wait_async(call)
-            return operation.read(answer(call))
-        except BaseException:
-            self._connection.forget(call)
-            raise
+        return await self._opened(operations.weights_begin(manifest, trainer_step=trainer_step, restore=restore, partial=partial))
 
     @checks_names(InvalidRequest, OTHER_NAMES)
     async def weights_stage_file(self, update_id: str, path: str, *, size: int, xxh3: str | None = None) -> None:

@@ -30,6 +30,8 @@ from rollout.wire.security import missing_socket, new_token
 CLOSE_WAIT_S = 3.0
 # The sockets linger for half a second at most; more only where this process gets no time.
 GOODBYE_WAIT_S = 2.0
+# Calls whose answer says what was opened, to be closed where nobody waits for it.
+OPENING = (Op.WEIGHTS_BEGIN, Op.EVALUATE_BEGIN)
 # Threads whose service may still wait for a goodbye when the interpreter ends.
 _OPEN: weakref.WeakSet[IoThread] = weakref.WeakSet()
 
@@ -103,8 +105,8 @@ class Connection:
         welcome = self._io.welcome
         return welcome.session.hex() if welcome is not None else None
 
-    def check(self) -> None:
-        """Raises: ForkedClient, ClientClosed."""
+    def check_process(self) -> None:
+        """Raises: ForkedClient, also for a stream that was begun before the fork: nothing will ever come of it here."""
         if os.getpid() != self._pid:
             raise ForkedClient(
                 f"this client was made in process {self._pid}",
@@ -112,6 +114,10 @@ class Connection:
                 limit="a forked child has neither its I/O thread nor its sockets",
                 remedy="connect in the child, or start workers with the spawn method",
             )
+
+    def check(self) -> None:
+        """Raises: ForkedClient, ClientClosed."""
+        self.check_process()
         if self._io.closed is not None:
             raise self._io.closed
 
@@ -119,7 +125,7 @@ class Connection:
         """Send a call and return what to wait for."""
         self.check()
         request_id = new_token()
-        call = Call(request_id, encode(op, request_id, fields, arrays), time.monotonic(), opens=op is Op.WEIGHTS_BEGIN)
+        call = Call(request_id, encode(op, request_id, fields, arrays), time.monotonic(), opens=op in OPENING)
         self._io.call(call, control=control)
         self._ended_meanwhile(call)
         return call

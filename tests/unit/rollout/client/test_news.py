@@ -32,6 +32,9 @@ class Quiet:
     def abandon(self, record: StreamRecord) -> None:
         self.abandoned.append(record)
 
+    def check_process(self) -> None:
+        """This is no forked child."""
+
 
 class Desk:
     """The part of the I/O thread that takes flushes."""
