@@ -25,11 +25,12 @@ from rollout.client.link import Link
 from rollout.client.liveness import Liveness
 from rollout.client.loop_posts import LoopPosts
 from rollout.client.pending import Call, Pending, StreamRecord
-from rollout.client.resubmission import continued_frames, is_cut, joined_ending
+from rollout.client.resubmission import Cut, NoRoomYet, continued_frames, ended_where_cut, ending_there, is_cut, joined_ending
 from rollout.client.roster import Changes, Roster
 from rollout.client.unclaimed import Unclaimed
 from rollout.errors import (
     AccessDenied,
+    Busy,
     ClientClosed,
     InternalError,
     InvalidRequest,
@@ -68,6 +69,7 @@ class IoThread:
         self._cancelling: set[bytes] = set()
         # Streams that an update cut, by the id under which they go on; `streams` keeps them under the caller's.
         self._continued: dict[bytes, StreamRecord] = {}
+        self._no_room = NoRoomYet()
         # Streams that one message began together, by that message's id: an error under it is every one's.
         self._groups: dict[bytes, set[StreamRecord]] = {}
         self._calls: dict[bytes, tuple[Call, bool]] = {}
@@ -158,6 +160,7 @@ class IoThread:
             record = self.streams.get(request_id)
             if record is not None:
                 self._cancelling.add(request_id)
+                self._end_waiting(record)
             self._send_cancel(request_id if record is None else record.wire_id)
 
         self.post(ask)
@@ -174,6 +177,7 @@ class IoThread:
                 self._cancelling.add(request_id)
                 if record.wire_id != target:
                     self._send_cancel(record.wire_id)
+                self._end_waiting(record)
 
         self.post(mark)
         return target
@@ -260,7 +264,8 @@ class IoThread:
         self._service.look(now)
         if self._service.in_doubt:
             self._fail(lambda pending: self._service.overdue(now, pending.since))
-        return max(0.0, min(self._next_heartbeat - now, self._service.wait_s / 4))
+        room_at = self._ask_again(now)
+        return max(0.0, min(self._next_heartbeat - now, self._service.wait_s / 4, float("inf") if room_at is None else room_at - now))
 
     def _heartbeat_s(self) -> float:
         lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
@@ -296,6 +301,7 @@ class IoThread:
             self._cancelling.discard(pending.request_id)
         if isinstance(pending, StreamRecord):
             self._continued.pop(pending.wire_id, None)
+            self._no_room.forget(pending.request_id)
             self._leave_group(pending)
             self._coming.count()
         pending.error = error
@@ -433,7 +439,7 @@ class IoThread:
         """Continue every stream on the new connection: from its own position, or by its idempotent request."""
         queued = {id(frames) for frames in self._data.queue}
         # A copy in one go: callers add streams from their own threads meanwhile.
-        records = list(self.streams.values())
+        records = [record for record in list(self.streams.values()) if record not in self._no_room]
         begun = [record for record in records if record.length > record.base]
         for record in records:
             if record.length == record.base and id(record.frames_now) not in queued:
@@ -471,6 +477,8 @@ class IoThread:
             self._unclaimed.refused(request_id)
             call = self._calls.get(request_id)
             pending = call[0] if call is not None else self._stream(request_id)
+            if isinstance(pending, StreamRecord) and body.code == Busy.code and self._waits_for_room(pending, body.retry_after_s):
+                return
             for one in (pending,) if pending is not None else tuple(self._groups.get(request_id, ())):
                 self._end(one, error)
 
@@ -557,25 +565,53 @@ class IoThread:
     def _ended(self, record: StreamRecord, ending: Ending, text: str | None) -> None:
         """Publish a stream's end, or let it go on where an update cut it."""
         if is_cut(record, ending) and record.request_id not in self._cancelling:
-            self._go_on(record, ending)
+            self._go_on(record, Cut(ending, text))
             return
+        self._publish(record, joined_ending(record, ending), text)
+
+    def _publish(self, record: StreamRecord, ending: Ending, text: str | None) -> None:
         record.settle()
-        record.text, record.ending = text, joined_ending(record, ending)
+        record.text, record.ending = text, ending
         self._end(record)
 
-    def _go_on(self, record: StreamRecord, ending: Ending) -> None:
+    def _go_on(self, record: StreamRecord, cut: Cut) -> None:
         """Send the rest of a generation that an update cut, as a request of its own."""
         wire_id = new_token()
-        frames = continued_frames(record, ending, wire_id)
+        frames = continued_frames(record, cut.ending, wire_id)
         too_large = self._too_large(frames)
         if too_large is not None:
             self._end(record, too_large)
             return
         self._leave_group(record)
         self._continued.pop(record.wire_id, None)
-        record.go_on(ending, wire_id, frames)
+        record.go_on(cut.ending, wire_id, frames)
         record.since = time.monotonic()
         self._continued[wire_id] = record
+        self._no_room.sent(record, cut)
         self._coming.count()
         self._posts.tell(record)
         self._data.send(frames)
+
+    def _waits_for_room(self, record: StreamRecord, retry_after_s: float | None) -> bool:
+        """Let the rest of a cut generation wait where others have its room; False for any other request, which `busy` ends."""
+        if not self._no_room.wait(record, retry_after_s, time.monotonic()):
+            return False
+        if record.request_id in self._cancelling:
+            self._end_waiting(record)
+        return True
+
+    def _end_waiting(self, record: StreamRecord) -> None:
+        """End a cut generation whose rest waits for room where it was cut; no effect on any other."""
+        cut = self._no_room.take(record.request_id)
+        if cut is not None:
+            self._publish(record, ended_where_cut(record, cut), cut.text)
+
+    def _ask_again(self, now: float) -> float | None:
+        """Send again what waited for room; returns when the next one is due."""
+        for record, cut in self._no_room.take_due(now):
+            late = ending_there(record, cut, now)
+            if late is None:
+                self._go_on(record, cut)
+            else:
+                self._publish(record, late, cut.text)
+        return self._no_room.next_due

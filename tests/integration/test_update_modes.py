@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +18,7 @@ import pytest
 
 import rollout
 from rollout.agent import derive_seed
-from rollout.errors import DrainTimeout, ServerUnavailable, VersionChanged
+from rollout.errors import Busy, DrainTimeout, ServerUnavailable, VersionChanged
 from tests.fakes import fake_ids, fake_logprobs, fake_service
 from tests.integration.test_service_weights import MANIFEST, digests_of, stage, tensors_of, wait_until, written
 
@@ -163,3 +169,48 @@ def test_a_commit_that_an_evaluation_holds_is_waited_for_as_long_as_asked_and_go
         assert not evaluation.done() and client.info().version == version
         assert set(evaluation.result(60)[0].versions.tolist()) == {version}
     wait_until(lambda: client.info().version == version + 1)
+
+
+@pytest.mark.parametrize("wait", ["cancelled", "interrupted"])
+def test_an_evaluation_whose_caller_left_before_it_began_keeps_no_commit_away(client: Any, wait: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        stream = client.stream([1], max_new_tokens=20_000)
+        next(stream)
+        pushed = pool.submit(push, client, time.monotonic(), mode="drain", drain_s=20.0)
+        wait_until(lambda: client.stats()["held_for_update"])
+        if wait == "cancelled":
+            with pytest.raises(asyncio.TimeoutError):
+                asyncio.run(asyncio.wait_for(client.aio.evaluate([[1, 2]], max_new_tokens=3), 0.2))
+        else:
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                client.evaluate([[1, 2]], max_new_tokens=3)
+        stream.close()
+        assert pushed.result(10).version == client.info().version
+    assert push(client, time.monotonic(), mode="inflight").version == client.info().version
+
+
+def test_generations_that_an_update_cut_at_the_admission_limit_all_go_on(tmp_path: Path) -> None:
+    with fake_service(tmp_path, max_rows=8, max_requests=8, engine_options={"step_s": 0.003}) as service_client:
+        other, ended = rollout.connect(service_client.address), threading.Event()
+
+        def take_every_room() -> None:
+            while not ended.is_set():
+                with contextlib.suppress(Busy):
+                    other.generate([1], max_new_tokens=3)
+
+        with ThreadPoolExecutor(16) as pool:
+            longs = [pool.submit(service_client.generate, [1], max_new_tokens=300, seed=seed) for seed in range(8)]
+            wait_until(lambda: service_client.stats()["live"] == 8)
+            others = [pool.submit(take_every_room) for _ in range(8)]
+            push(service_client, 1.0, mode="abort_requests", drain_s=10.0)
+            push(service_client, 2.0, mode="abort_requests", drain_s=10.0)
+            for seed, long in enumerate(longs):
+                generation = long.result(20)
+                assert generation.ids.tolist() == fake_ids(seed, 300).tolist() and generation.kv_rebuilt_at
+                expected = [fake_logprobs(np.array([one]), int(version))[0] for one, version in zip(generation.ids, generation.versions)]
+                assert np.allclose(generation.logprobs, expected)
+            ended.set()
+            for one in others:
+                one.result(10)
+        other.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from rollout.client.blocking import Client, connect
 from rollout.errors import (
+    Busy,
     ClientClosed,
     Conflict,
     Gone,
@@ -26,7 +27,7 @@ from rollout.errors import (
     ServerUnavailable,
     ServiceStopping,
 )
-from rollout.wire.codec import HEADER
+from rollout.wire.codec import HEADER, Packet
 from rollout.wire.operations import Op
 from tests.fakes import ScriptedFront
 
@@ -467,3 +468,72 @@ def test_a_stream_is_read_on_in_another_event_loop_and_has_one_reader_at_a_time(
 
         assert asyncio.run(next_ids(False)) == [10, 11]
         assert pool.submit(lambda: asyncio.run(next_ids(True))).result(10) == [12]
+
+
+def cut(front: ScriptedFront, request_id: bytes, offset: int, ids: Sequence[int], seq: int) -> Packet:
+    """Let an update cut a generation after these tokens; returns the message of its rest."""
+    ending = {"index": 0, "kind": "cancelled", "output_tokens": offset + len(ids), "prompt_tokens": 1, "detail": "update", "seed": 5}
+    front.deltas(request_id, offset, ids, seq=seq, ending=ending)
+    return front.expect(Op.GENERATE)
+
+
+def no_room(front: ScriptedFront, rest: Packet, retry_after_s: float) -> None:
+    front.send(Op.ERROR, rest.request_id, {"code": "busy", "what": "others have your room", "retry_after_s": retry_after_s})
+
+
+def test_the_rest_of_a_cut_generation_waits_where_others_have_its_room(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=5)
+        rest = cut(front, front.expect(Op.GENERATE).request_id, 0, [11, 12], 1)
+        for _ in range(2):
+            no_room(front, rest, 0.05)
+            former, rest = rest, front.expect(Op.GENERATE)
+            assert rest.request_id != former.request_id and rest.arrays["prompt_ids"].tolist() == [1, 11, 12]
+            assert (rest.body.prior_output_tokens, rest.body.seed) == (2, 5)  # type: ignore[attr-defined]
+        rest = cut(front, rest.request_id, 0, [13], 2)
+        no_room(front, rest, 0.05)
+        rest = front.expect(Op.GENERATE)
+        assert rest.body.prior_output_tokens == 3  # type: ignore[attr-defined]
+        front.deltas(rest.request_id, 0, [14, 15], seq=3, kind="length")
+        generation = future.result(5)
+        assert generation.ids.tolist() == [11, 12, 13, 14, 15] and generation.kv_rebuilt_at == (3, 4)
+        no_room(front, rest, 0.05)
+        with pytest.raises(Busy):
+            busy = pool.submit(client.generate, [1])
+            no_room(front, front.expect(Op.GENERATE), 0.05)
+            busy.result(5)
+
+
+def test_a_cut_generation_without_room_is_not_sent_twice_on_a_new_connection(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
+    with connected(front, pool) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=3)
+        no_room(front, cut(front, front.expect(Op.GENERATE).request_id, 0, [11, 12], 1), 0.5)
+        front.send(Op.ERROR, bytes(range(16)), {"code": "no_session", "what": "who are you"})
+        front.welcome(front.expect(Op.HELLO))
+        rest = front.expect(Op.GENERATE)
+        with pytest.raises(AssertionError, match="no GENERATE"):
+            front.expect(Op.GENERATE, timeout_s=0.7)
+        front.deltas(rest.request_id, 0, [13], seq=2, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12, 13]
+
+
+@pytest.mark.parametrize("end", ["cancel", "cancelled before", "deadline"])
+def test_a_cut_generation_that_waits_for_room_can_be_cancelled_and_expires(
+    front: ScriptedFront, pool: ThreadPoolExecutor, end: str
+) -> None:
+    with connected(front, pool) as client:
+        stream = client.stream([1], max_new_tokens=5, **({"deadline_s": 0.3} if end == "deadline" else {}))
+        future = pool.submit(list, stream)
+        rest = cut(front, front.expect(Op.GENERATE).request_id, 0, [11, 12], 1)
+        if end == "cancelled before":
+            client._connection.cancel(stream.request_id)
+            front.expect(Op.CANCEL)
+        no_room(front, rest, 0.4 if end == "deadline" else 1.5)
+        if end == "cancel":
+            time.sleep(0.1)
+            client._connection.cancel(stream.request_id)
+        generation = future.result(1)[-1].finished
+        assert generation.ids.tolist() == [11, 12] and generation.kv_rebuilt_at == ()
+        assert generation.finish_reason.kind == ("expired" if end == "deadline" else "cancelled")
+        with pytest.raises(AssertionError, match="no GENERATE"):
+            front.expect(Op.GENERATE, timeout_s=0.3)
