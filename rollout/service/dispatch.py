@@ -79,7 +79,12 @@ class Dispatch:
             if packet.op in GENERATIONS:
                 generation = False
                 self._requests.generate(session, packet, _fingerprint(incoming.frames), now)
-            elif channel is Channel.DATA or not (self._calls.is_open(session, request_id) or self._control.waits_for(session, request_id)):
+            elif channel is Channel.DATA:
+                self._handlers[channel][packet.op](session, packet)
+            elif (answer := session.answer_to(request_id)) is not None:
+                # It got lost with a connection: nothing is done twice.
+                self._outbound.send(channel, incoming.route, answer)
+            elif not (self._calls.is_open(session, request_id) or self._control.waits_for(session, request_id)):
                 self._handlers[channel][packet.op](session, packet)
         except RolloutError as error:
             if generation:

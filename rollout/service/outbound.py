@@ -71,12 +71,16 @@ class Outbound:
         fields: Mapping[str, object],
         arrays: Arrays | None = None,
     ) -> None:
-        """Send a reply to a session."""
+        """Send a reply to a session. One to a control call is kept for the case that it gets lost."""
         route = session.routes.get(channel)
+        control = channel is Channel.CONTROL and op is not Op.WELCOME
+        frames = encode(op, request_id, fields, arrays) if control or route is not None else []
+        if control:
+            session.keep_answer(request_id, frames)
         if route is None:
             self._metrics.undeliverable += 1
         else:
-            self.send(channel, route, encode(op, request_id, fields, arrays))
+            self.send(channel, route, frames)
 
     def send(self, channel: Channel, route: bytes, frames: list[Frame]) -> None:
         """Send a reply, or keep it until its peer has room; a peer that never has loses its replies at a bound."""

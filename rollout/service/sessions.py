@@ -9,15 +9,19 @@ Invariant: a route belongs to at most one session.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from rollout.errors import AccessDenied, Busy, NoSession
+from rollout.wire.codec import NO_REQUEST, Frame
 from rollout.wire.gate import principal_of
 from rollout.wire.security import new_token, same_secret
 
 MAX_SHOWN_NAME = 64
 MAX_SESSIONS = 16_384
+# Answers to control calls that are kept for a client that asks again; it has few such calls open at a time.
+MAX_KEPT_ANSWERS = 48
+MAX_KEPT_ANSWER_BYTES = 32 * 2**10
 
 
 class Channel(enum.Enum):
@@ -49,6 +53,8 @@ class Session:
     last_flush: float = 0.0
     stalled: bool = False
     hinted: bool = False
+    _answers: OrderedDict[bytes, list[Frame]] = field(default_factory=OrderedDict, repr=False)
+    _answer_bytes: int = 0
 
     @property
     def label(self) -> str:
@@ -65,6 +71,20 @@ class Session:
         """Take the client's word that flushes up to `seq` arrived."""
         while self.unacked and self.unacked[0][0] <= seq:
             self.unacked_bytes -= self.unacked.popleft()[1]
+
+    def keep_answer(self, request_id: bytes, frames: list[Frame]) -> None:
+        """Keep the answer to a control call, which may get lost with its connection; the oldest go for it."""
+        if request_id == NO_REQUEST:
+            return
+        self._answer_bytes -= sum(map(len, self._answers.pop(request_id, ())))
+        self._answers[request_id] = frames
+        self._answer_bytes += sum(map(len, frames))
+        while len(self._answers) > MAX_KEPT_ANSWERS or self._answer_bytes > MAX_KEPT_ANSWER_BYTES:
+            self._answer_bytes -= sum(map(len, self._answers.popitem(last=False)[1]))
+
+    def answer_to(self, request_id: bytes) -> list[Frame] | None:
+        """Return the answer that a control call of this session had, None if it is not known."""
+        return self._answers.get(request_id)
 
 
 class SessionBook:

@@ -146,6 +146,39 @@ def test_control_operations_need_a_session_on_the_control_socket(client: Any, wi
     control.close()
 
 
+def test_a_control_call_whose_answer_was_lost_with_its_connection_is_answered_again_and_not_done_twice(
+    client: Any, wire: WireClient
+) -> None:
+    def control() -> WireClient:
+        return WireClient(wire.welcome.control_address, session=wire.welcome.session, secret=wire.welcome.secret)
+
+    def twice(op: Op, **fields: object) -> Any:
+        before = control()
+        request_id = before.send(op, fields)
+        kept = before.receive()
+        before.vanish()
+        # Had it not been read here, it would be lost: the client asks on another connection.
+        after = control()
+        after.send(op, fields, request_id=request_id)
+        again = after.receive()
+        assert kept is not None and again is not None
+        assert (again.op, again.request_id, again.body) == (kept.op, request_id, kept.body)
+        after.vanish()
+        return again.body
+
+    version = client.info().version
+    ticket = twice(Op.WEIGHTS_BEGIN, partial=True)
+    report = twice(Op.WEIGHTS_COMMIT, update_id=ticket.update_id, digests=None, canary_temperatures=[])
+    assert report.version == ticket.version == client.info().version > version
+    evaluation = twice(Op.EVALUATE_BEGIN, deadline_s=60.0)
+    twice(Op.EVALUATE_END, evaluation_id=evaluation.evaluation_id)
+    twice(Op.PAUSE)
+    assert len(client.info().paused_by) == 1
+    twice(Op.RESUME)
+    ticket = client.weights_begin(None, partial=True)
+    assert client.weights_commit(ticket.update_id, timeout_s=5.0).version == ticket.version, "no evaluation is left"
+
+
 def test_a_connection_that_chose_its_own_routing_id_is_refused(client: Any) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.errors import AccessDenied, Busy, NoSession
-from rollout.service.sessions import Channel, SessionBook
+from rollout.service.sessions import MAX_KEPT_ANSWER_BYTES, MAX_KEPT_ANSWERS, Channel, SessionBook
 
 ROUTE, OTHER = b"\0aaaa", b"\0bbbb"
 
@@ -129,3 +129,20 @@ def test_a_new_session_on_a_former_connections_route_is_its_own() -> None:
     assert book.heard(Channel.DATA, ROUTE, 0.2, "local#2") is second
     with pytest.raises(NoSession):
         book.heard(Channel.DATA, ROUTE, 0.3, "local#1")
+
+
+def test_the_last_answers_to_control_calls_are_kept_within_bounds() -> None:
+    session = SessionBook(30.0).open("a", Channel.CONTROL, b"\0aaaa", 0.0)
+    session.keep_answer(bytes(16), [b"none wants this one"])
+    assert session.answer_to(bytes(16)) is None
+    ids = [bytes([1 + number]) * 16 for number in range(MAX_KEPT_ANSWERS + 5)]
+    for one in ids:
+        session.keep_answer(one, [b"h", one])
+    assert [session.answer_to(one) is None for one in ids] == [True] * 5 + [False] * MAX_KEPT_ANSWERS
+    session.keep_answer(ids[0], [b"x" * (MAX_KEPT_ANSWER_BYTES - 40)])
+    assert session.answer_to(ids[0]) is not None and session.answer_to(ids[-1]) is not None and session.answer_to(ids[-3]) is None
+    session.keep_answer(ids[0], [b"h"])
+    session.keep_answer(ids[1], [b"x" * MAX_KEPT_ANSWER_BYTES])
+    assert session.answer_to(ids[1]) is not None and session.answer_to(ids[0]) is None
+    session.keep_answer(ids[2], [b"x" * (MAX_KEPT_ANSWER_BYTES + 1)])
+    assert session.answer_to(ids[2]) is None and session.answer_to(ids[1]) is None, "one that is too large is not kept"
