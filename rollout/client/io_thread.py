@@ -261,11 +261,14 @@ class IoThread:
             for record in list(self.streams.values()):
                 record.settle_idle()
             self._roster.let_go()
+        # The control connection continues the session of the other one.
+        greeting = self._data if self._control is None or not self._data.welcomed else self._control
+        if now >= greeting.hello_due:
+            self._hello(greeting)
         self._service.look(now)
         if self._service.in_doubt:
             self._fail(lambda pending: self._service.overdue(now, pending.since))
-        room_at = self._ask_again(now)
-        return max(0.0, min(self._next_heartbeat - now, self._service.wait_s / 4, float("inf") if room_at is None else room_at - now))
+        return max(0.0, min(min(self._next_heartbeat, greeting.hello_due, self._ask_again(now)) - now, self._service.wait_s / 4))
 
     def _heartbeat_s(self) -> float:
         lease_s = self.welcome.lease_s if self.welcome is not None else self._timeout_s
@@ -410,7 +413,7 @@ class IoThread:
     def _welcomed(self, link: Link, hello_id: bytes, body: Welcome) -> None:
         if hello_id != link.hello_id:
             return
-        link.welcomed = True
+        link.welcome()
         self._service.stopped = None
         if link is self._data:
             resumed = self.welcome is not None
@@ -606,7 +609,7 @@ class IoThread:
         if cut is not None:
             self._publish(record, ended_where_cut(record, cut), cut.text)
 
-    def _ask_again(self, now: float) -> float | None:
+    def _ask_again(self, now: float) -> float:
         """Send again what waited for room; returns when the next one is due."""
         for record, cut in self._no_room.take_due(now):
             late = ending_there(record, cut, now)

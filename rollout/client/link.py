@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from rollout.wire.operations import Op
 from rollout.wire.security import new_token
 from rollout.wire.transport import Handshake, Peer, Poller, Sent
 
+# How long WELCOME may take before HELLO is said again, at first; twice as long each time.
+FIRST_PATIENCE_S, MOST_PATIENCE_S = 1.0, 16.0
 # So many handshakes cut short in a row are no accident of a service that is just ending.
 MAX_CUT_HANDSHAKES = 3
 
@@ -19,12 +22,13 @@ MAX_CUT_HANDSHAKES = 3
 class Link:
     """See the module. `queue` holds messages until WELCOME; `denied` is why this connection will not come about."""
 
-    __slots__ = ("_cuts", "_poller", "_unsent", "_with_key", "denied", "hello_id", "peer", "queue", "welcomed")
+    __slots__ = ("_again_at", "_cuts", "_patience_s", "_poller", "_unsent", "_with_key", "denied", "hello_id", "peer", "queue", "welcomed")
 
     def __init__(self, peer: Peer, poller: Poller, *, with_key: bool) -> None:
         self.peer, self._poller, self._with_key = peer, poller, with_key
         self.hello_id = NO_REQUEST
         self.welcomed = False
+        self._patience_s, self._again_at = FIRST_PATIENCE_S, float("inf")
         self.queue: deque[list[Frame]] = deque()
         self._unsent: deque[list[Frame]] = deque()
         # Handshakes in a row that the other side cut short.
@@ -43,7 +47,19 @@ class Link:
         """Open a session, or continue the one that the fields name."""
         self.welcomed = False
         self.hello_id = new_token()
+        self._again_at = time.monotonic() + self._patience_s
+        self._patience_s = min(2 * self._patience_s, MOST_PATIENCE_S)
         self.send_now(encode(Op.HELLO, self.hello_id, fields))
+
+    def welcome(self) -> None:
+        """Take note of WELCOME."""
+        self.welcomed = True
+        self._patience_s, self._again_at = FIRST_PATIENCE_S, float("inf")
+
+    @property
+    def hello_due(self) -> float:
+        """When HELLO is to be said again: it, or WELCOME, may have gone with a connection, and nothing else is sent until WELCOME."""
+        return float("inf") if self.welcomed or self._unsent else self._again_at
 
     def send(self, frames: list[Frame]) -> None:
         """Send a message once the service has said WELCOME."""

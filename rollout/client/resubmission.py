@@ -138,6 +138,6 @@ class NoRoomYet:
         return [(one.record, one.cut) for one in due]
 
     @property
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """When the next one is due."""
-        return min((one.due for one in self._waiting.values()), default=None)
+        return min((one.due for one in self._waiting.values()), default=float("inf"))

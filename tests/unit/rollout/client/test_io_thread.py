@@ -156,6 +156,28 @@ def test_a_lost_session_binding_is_continued_and_streams_attach_where_they_were(
         assert info.result(5) == {"live": 2, "engine": None}
 
 
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_hello_that_was_lost_with_its_connection_is_said_again(front: ScriptedFront, pool: ThreadPoolExecutor, again: int) -> None:
+    connecting = pool.submit(connect, front.address, timeout_s=20.0)
+    for _ in range(again):
+        front.expect(Op.HELLO)
+    front.welcome(front.expect(Op.HELLO))
+    with connecting.result(5) as client:
+        future = pool.submit(client.generate, [1], max_new_tokens=2)
+        request_id = front.expect(Op.GENERATE).request_id
+        front.deltas(request_id, 0, [11], seq=1)
+        front.expect(Op.ACK)
+        front.send(Op.ERROR, bytes(range(16)), {"code": "no_session", "what": "who are you"})
+        for _ in range(again):
+            front.expect(Op.HELLO)
+        front.welcome(front.expect(Op.HELLO))
+        assert front.expect(Op.ATTACH).arrays["offsets"].tolist() == [1]
+        front.deltas(request_id, 1, [12], seq=2, kind="length")
+        assert future.result(5).ids.tolist() == [11, 12]
+        with pytest.raises(AssertionError, match="no HELLO"):
+            front.expect(Op.HELLO, timeout_s=1.5)
+
+
 def test_a_cancel_that_was_lost_with_its_connection_is_asked_again(front: ScriptedFront, pool: ThreadPoolExecutor) -> None:
     with connected(front, pool) as client:
         stream = client.stream([1], max_new_tokens=9)
