@@ -88,7 +88,8 @@ class AsyncStream:
             # News that came before the listener are seen by the second look.
             if (delta := cursor.read()) is not None:
                 return delta
-        elif news.missed:
+        elif news.missed or self._record.done:
+            # What fails gives its last tokens first: nobody wakes this reader for the failure itself.
             news.missed = False
             if (delta := cursor.read()) is not None:
                 return delta

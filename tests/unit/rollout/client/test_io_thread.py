@@ -559,3 +559,27 @@ def test_a_cut_generation_that_waits_for_room_can_be_cancelled_and_expires(
         assert generation.finish_reason.kind == ("expired" if end == "deadline" else "cancelled")
         with pytest.raises(AssertionError, match="no GENERATE"):
             front.expect(Op.GENERATE, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 0.3])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_stream_that_fails_with_its_last_tokens_gives_them_and_then_the_failure(
+    front: ScriptedFront, pool: ThreadPoolExecutor, before: int, busy_s: float
+) -> None:
+    async def read(client: Client) -> list[int]:
+        ids: list[int] = []
+        with pytest.raises(RequestFailed) as failed:
+            async for delta in client.aio.stream([1], max_new_tokens=9):
+                ids += delta.ids.tolist()
+                await asyncio.sleep(busy_s)
+        assert failed.value.generation.ids.tolist() == ids  # type: ignore[union-attr]
+        return ids
+
+    with connected(front, pool) as client:
+        future = pool.submit(asyncio.run, read(client))
+        request_id = front.expect(Op.GENERATE).request_id
+        for offset in range(before):
+            front.deltas(request_id, offset, [11 + offset], seq=1 + offset)
+            time.sleep(0.05)
+        front.deltas(request_id, before, [20, 21], seq=9, kind="failed")
+        assert future.result(5) == [11, 12][:before] + [20, 21]
