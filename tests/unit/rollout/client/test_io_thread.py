@@ -582,4 +582,4 @@ def test_a_stream_that_fails_with_its_last_tokens_gives_them_and_then_the_failur
             front.deltas(request_id, offset, [11 + offset], seq=1 + offset)
             time.sleep(0.05)
         front.deltas(request_id, before, [20, 21], seq=9, kind="failed")
-        assert future.result(5) == [11, 12][:before] + [20, 21]
+        assert future.result(5) == [*[11, 12][:before], 20, 21]
