@@ -242,6 +242,9 @@ class IoThread:
                 if link is not None:
                     for error in link.denials():
                         self._deny(link, error)
+                    if link.is_another and (link is self._data or self._data.welcomed):
+                        # What was on its way is gone, answers too, and the service does not know this connection.
+                        self._hello(link)
                     link.send_unsent()
                     self._drain(link)
             self._service.last_heard += clock.stood_still(time.monotonic(), 0.0)

@@ -22,7 +22,21 @@ MAX_CUT_HANDSHAKES = 3
 class Link:
     """See the module. `queue` holds messages until WELCOME; `denied` is why this connection will not come about."""
 
-    __slots__ = ("_again_at", "_cuts", "_patience_s", "_poller", "_unsent", "_with_key", "denied", "hello_id", "peer", "queue", "welcomed")
+    __slots__ = (
+        "_again_at",
+        "_connected",
+        "_cuts",
+        "_patience_s",
+        "_poller",
+        "_unsent",
+        "_with_key",
+        "denied",
+        "hello_id",
+        "is_another",
+        "peer",
+        "queue",
+        "welcomed",
+    )
 
     def __init__(self, peer: Peer, poller: Poller, *, with_key: bool) -> None:
         self.peer, self._poller, self._with_key = peer, poller, with_key
@@ -33,6 +47,8 @@ class Link:
         self._unsent: deque[list[Frame]] = deque()
         # Handshakes in a row that the other side cut short.
         self._cuts = 0
+        # Whether there was a connection yet, and whether this is another one, to which HELLO was not said.
+        self._connected = self.is_another = False
         self.denied: RolloutError | None = None
         poller.watch(peer)
         if peer.handshakes is not None:
@@ -45,7 +61,7 @@ class Link:
 
     def hello(self, fields: dict[str, object]) -> None:
         """Open a session, or continue the one that the fields name."""
-        self.welcomed = False
+        self.welcomed = self.is_another = False
         self.hello_id = new_token()
         self._again_at = time.monotonic() + self._patience_s
         self._patience_s = min(2 * self._patience_s, MOST_PATIENCE_S)
@@ -93,5 +109,6 @@ class Link:
             self._cuts = self._cuts + 1 if ended is Handshake.CUT else 0
             if ended is Handshake.OK:
                 self.denied = None
+                self._connected, self.is_another = True, self._connected
             elif ended is not Handshake.CUT or (self._with_key and self._cuts >= MAX_CUT_HANDSHAKES):
                 yield denial(ended, self.peer.address, with_key=self._with_key)

@@ -15,6 +15,7 @@ import pytest
 
 import rollout
 from rollout.errors import RolloutError
+from rollout.wire.security import control_address_for
 from tests.fakes import fake_ids, fake_service
 
 LEASE_S = 2.0
@@ -24,7 +25,7 @@ class Network:
     """Carries TCP connections to a port; `carries` cleared holds every byte back, as a cut cable does, and closes nothing."""
 
     def __init__(self, port: int) -> None:
-        self._target, self._ended = ("127.0.0.1", port), False
+        self._target, self._ended, self._cuts = ("127.0.0.1", port), False, False
         self.carries = threading.Event()
         self.carries.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -35,6 +36,11 @@ class Network:
     def _carry(self) -> None:
         others: dict[socket.socket, socket.socket] = {}
         while not self._ended:
+            if self._cuts:
+                self._cuts = False
+                for end in others:
+                    end.close()
+                others.clear()
             ready, _, _ = select.select([self._listener, *others] if self.carries.is_set() else [], [], [], 0.01)
             for one in ready:
                 if one is self._listener:
@@ -53,6 +59,10 @@ class Network:
                         end.close()
         for end in [self._listener, *others]:
             end.close()
+
+    def cut(self) -> None:
+        """Close all connections; there may be others at once."""
+        self._cuts = True
 
     def close(self) -> None:
         """End everything."""
@@ -112,3 +122,36 @@ def test_a_cut_longer_than_the_lease_ends_the_work_there_and_is_told_when_the_ne
     assert told.value.code == "server_restarted"
     assert ids == fake_ids(5, len(ids)).tolist()
     assert client.generate([1], max_new_tokens=3, seed=6).ids.tolist() == fake_ids(6, 3).tolist(), "the client goes on in a new session"
+
+
+@pytest.mark.parametrize("timeout_s", [None, 15.0])
+def test_a_call_whose_connection_alone_is_lost_gets_its_answer_by_the_next(
+    far: tuple[Any, Any, Network], timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control has a connection of its own: nothing else is lost with it, so nothing else tells that it is another one."""
+    near, _, _ = far
+    host, port = near.address.removeprefix("tcp://").rsplit(":", 1)
+    networks: list[Network] = []
+
+    def through_a_network(address: str, control_address: str) -> str:
+        networks.append(Network(int(control_address_for(address, control_address).rsplit(":", 1)[1])))
+        return f"tcp://{host}:{networks[-1].port}"
+
+    monkeypatch.setattr("rollout.client.io_thread.control_address_for", through_a_network)
+    try:
+        with rollout.connect(f"tcp://{host}:{port}", insecure=True, timeout_s=20.0) as client:
+            ticket = client.weights_begin(None, partial=True)
+            stream = client.stream([1], max_new_tokens=700, seed=7)
+            next(stream)
+            told: list[Any] = []
+            options = {"mode": "drain", "drain_s": 30.0, "timeout_s": timeout_s}
+            commit = threading.Thread(target=lambda: told.append(client.weights_commit(ticket.update_id, **options)), daemon=True)
+            commit.start()
+            time.sleep(0.3)
+            networks[0].cut()
+            assert sum(delta.ids.size for delta in stream) > 600, "the stream goes on"
+            commit.join(10.0)
+            assert told and told[0].version == ticket.version == client.info().version
+    finally:
+        for network in networks:
+            network.close()
