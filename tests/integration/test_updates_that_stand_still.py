@@ -144,6 +144,7 @@ def test_an_update_in_which_somebody_stands_still_is_whole_or_refused_and_never_
         assert_serves(client, model_of(43))
 
 
+@pytest.mark.filterwarnings("ignore:version . was pushed by another trainer")
 @pytest.mark.parametrize("call", ["weights_begin", "weights_commit"])
 def test_a_front_that_stands_still_is_a_typed_error_in_time_and_the_update_is_whole_or_gone(
     folder: Path, call: str, monkeypatch: pytest.MonkeyPatch

@@ -121,6 +121,8 @@ class WeightPush:
         facts = self._agreed(lambda: self._meet(transport, bucket_bytes))
         self._version: int = facts["version"]
         self._first_version, self._published = self._version, set[int]()
+        # Versions that updates of this trainer were to have; one whose answer got lost may have been published.
+        self._tickets = {self._version}
         self._dtype = DTYPES[facts["dtype"]]
         self._canary_ids = self._on_all(lambda: _canary_ids(given_ids, num_ids=facts["num_valid_ids"], max_len=facts["max_model_len"]))
 
@@ -267,11 +269,17 @@ class WeightPush:
         update.incarnation = info.incarnation
         update.regained = info.needs_weights is not None or info.incarnation != self._incarnation
         self._changes.begin(foreign=update.regained or info.version != self._version)
+        if not update.regained and info.version not in self._tickets:
+            _warn(
+                f"version {info.version} was pushed by another trainer, and this push goes over it: "
+                f"tokens of versions other than one's own are dropped as stale on both sides"
+            )
         manifest = manifest_of(sources, dtype=self._dtype) if shapes_known else None  # type: ignore[arg-type]
         ticket = self._talker.weights_begin(
             manifest, trainer_step=update.trainer_step, restore=update.restore, partial=update.partial, timeout_s=self._timeout_s
         )
         self._open = ticket.update_id, threading.get_ident()
+        self._tickets.add(ticket.version)
         update.update_id = ticket.update_id
         self._transport.open(info, update.update_id)
         return {}

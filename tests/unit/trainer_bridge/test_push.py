@@ -258,6 +258,24 @@ def test_the_third_unchanged_push_in_a_row_raises_before_the_commit(service: Fak
         push.push()
 
 
+def test_a_push_over_another_trainers_warns_and_ones_own_do_not(service: FakeWeightService) -> None:
+    model = TinyNet()
+    one, other = WeightPush(service, model), WeightPush(service, model)
+    one.push()
+    nudge(model)
+    with pytest.warns(PushWarning, match="version 1 was pushed by another trainer, and this push goes over it"):
+        other.push()
+    nudge(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.push()
+        nudge(model)
+        other.push()
+    nudge(model)
+    with pytest.warns(PushWarning, match="version 4 was pushed by another trainer"):
+        one.push()
+
+
 def test_pushing_what_the_service_already_had_counts_from_the_first_push(service: FakeWeightService) -> None:
     model = TinyNet()
     WeightPush(service, model).push()
@@ -309,6 +327,7 @@ def test_after_the_push_of_another_trainer_the_same_weights_count_anew(service: 
     push, theirs = WeightPush(service, model), WeightPush(service, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "version . was pushed by another trainer")
         for _ in range(3):
             assert push.push().changed_tensors == len(dict(model.named_parameters()))
             theirs.push()
