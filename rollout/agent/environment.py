@@ -61,6 +61,22 @@ class Environment(Protocol):
         ...
 
 
+def check_environment(environment: Any) -> None:
+    """Refuse what lacks one of an environment's methods. Raises: InvalidEnvironment; what looking for an attribute raises."""
+    # An attribute that fails when it is looked up shall do so here, where that is the environment's failure.
+    for name in ("attach", "close"):
+        getattr(environment, name, None)
+    lacking = [name for name in ("reset", "step", "score") if not callable(getattr(environment, name, None))]
+    if lacking:
+        raise InvalidEnvironment(
+            f"make_environment returned a {type(environment).__name__} without {', '.join(lacking)}",
+            field=lacking[0],
+            value=type(environment).__name__,
+            limit="an environment has reset(seed), step(turn) and score(episode)",
+            remedy=f"write {lacking[0]}, also where you think that no episode comes to it",
+        )
+
+
 class EnvironmentUses:
     """Which environments were handed to an episode already, for each is for one, and how long each kind usually takes to answer."""
 
@@ -70,7 +86,8 @@ class EnvironmentUses:
         self._waits: weakref.WeakKeyDictionary[type, dict[str, float]] = weakref.WeakKeyDictionary()
 
     def claim(self, environment: Any) -> None:
-        """Take an environment for one episode. Raises: InvalidEnvironment for one that was played before."""
+        """Take an environment for one episode. Raises: InvalidEnvironment for what is none and for one that was played before."""
+        check_environment(environment)
         key = id(environment)
         former = self._played.get(key)
         if key in self._playing or (former is not None and former() is environment):

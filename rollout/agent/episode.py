@@ -26,6 +26,7 @@ from rollout.agent.errors import EpisodeStateError, InvalidEpisode
 from rollout.agent.given import as_messages, checked_ids, checked_seed, num_characters
 from rollout.agent.limits import EpisodeLimits, Limit, total_tokens
 from rollout.agent.lineage import Branch, BranchKind, Lineage
+from rollout.agent.option_values import check_client, check_kind
 from rollout.agent.record import Draw, EpisodeRow, GenerationLike, TokenRecord, TurnRecord
 from rollout.agent.standing import EpisodeStatus, Standing
 from rollout.agent.tools import BadCall, CallCounts, Tool, ToolBox, ToolCall, ToolResult
@@ -112,6 +113,9 @@ class Episode:
         max_kv_lag: int = 4,
         parent: Episode | None = None,
     ):
+        check_client(client)
+        check_kind("sampling", sampling, TurnSampling, absent=True)
+        check_kind("limits", limits, EpisodeLimits, absent=True)
         starts = {"messages": messages, "text": text, "rendered": rendered, "prompt_ids": prompt_ids}
         given = {name for name, value in starts.items() if value is not None}
         if len(given) != 1:
@@ -168,6 +172,7 @@ class Episode:
 
         Raises: as the constructor, and what the client raises.
         """
+        check_client(client)
         if info is None:
             info = await client.info()
         if format is None and options.get("prompt_ids") is None:

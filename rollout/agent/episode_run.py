@@ -24,6 +24,7 @@ from rollout.agent.environment import ENVIRONMENTS, Start, Step
 from rollout.agent.episode import Episode, PolicyClient
 from rollout.agent.errors import InfrastructureFailure, InvalidEnvironment
 from rollout.agent.limits import EpisodeLimits, Limit
+from rollout.agent.option_values import check_client, check_kind
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, Failure, FailureKind, PhaseTimeouts
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.turn import Turn, TurnSampling
@@ -41,6 +42,15 @@ class _Broken(Exception):
 
 class _Released(Exception):
     """The episode was released: it ends as cancelled."""
+
+
+def check_options(client: Any, *, format: Any, sampling: Any, limits: Any, timeouts: Any) -> None:
+    """Check what all episodes of a call share, before anything is fetched or played. Raises: InvalidEpisode."""
+    check_client(client)
+    check_kind("format", format, ChatFormat, absent=True)
+    check_kind("sampling", sampling, TurnSampling, absent=True)
+    check_kind("limits", limits, EpisodeLimits, absent=True)
+    check_kind("timeouts", timeouts, PhaseTimeouts, absent=True)
 
 
 class EpisodeRun:

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 from rollout.agent.chat import ChatFormat
 from rollout.agent.environment import Environment
 from rollout.agent.episode import PolicyClient
-from rollout.agent.episode_run import RELEASE_WAIT_S, EpisodeRun
+from rollout.agent.episode_run import RELEASE_WAIT_S, EpisodeRun, check_options
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
-from rollout.agent.option_values import check_count
+from rollout.agent.option_values import check_count, check_environment_maker, check_kind
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
@@ -79,6 +79,7 @@ class EpisodeGroup:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_environment_maker(self.make_environment)
         for name, least in (("members", 1), ("extra", 0), ("attempt", 0)):
             check_count(name, getattr(self, name), least)
 
@@ -281,8 +282,11 @@ async def run_groups(
     draws, up to `max_attempts` times in all. Groups are drawn when there is room. An error in a callback ends the run.
     Warns and raises: as `run_episodes`.
     """
+    check_options(client, format=format, sampling=sampling, limits=limits, timeouts=timeouts)
     check_count("concurrency", concurrency, 1)
     check_count("max_attempts", max_attempts, 1)
+    for number, group in enumerate(groups if isinstance(groups, Sequence) else ()):
+        check_kind(f"groups[{number}]", group, EpisodeGroup)
     if info is None:
         info = await client.info()
     if format is None:
@@ -309,8 +313,10 @@ async def run_groups(
     return [results[number] for number in sorted(results)]
 
 
+@checks_names(InvalidEpisode)
 async def run_group(client: PolicyClient, group: EpisodeGroup, **options: Any) -> GroupResult:
-    """Play one group, all members at once; options as in `run_groups`."""
+    """Play one group, all members at once; options as in `run_groups`. Warns and raises: as `run_groups`."""
+    check_kind("group", group, EpisodeGroup)
     options.setdefault("concurrency", group.members + group.extra)
     return (await run_groups(client, [group], **options))[0]
 

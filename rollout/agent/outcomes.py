@@ -10,7 +10,7 @@ from typing import Any
 from rollout.agent.environment import Environment
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import Limit
-from rollout.agent.option_values import check_count, check_seconds, check_seed
+from rollout.agent.option_values import check_count, check_environment_maker, check_seconds, check_seed
 from rollout.agent.record import EpisodeRow
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.tools import CallCounts
@@ -61,6 +61,7 @@ class EpisodeTask:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_environment_maker(self.make_environment)
         check_seed("seed", self.seed)
         for name in ("member", "attempt"):
             check_count(name, getattr(self, name), 0)
@@ -71,8 +72,10 @@ class EpisodeTask:
         return derive_seed(self.seed, self.member, self.attempt)
 
 
+@checks_names(InvalidEpisode)
 def group_tasks(make_environment: Callable[[], Environment], *, seed: int, members: int, group: Hashable = 0) -> list[EpisodeTask]:
-    """Return the tasks of one group: equal beginnings, draws of their own."""
+    """Return the tasks of one group: equal beginnings, draws of their own. Raises: InvalidEpisode."""
+    check_count("members", members, 0)
     return [EpisodeTask(make_environment=make_environment, seed=seed, group=group, member=member) for member in range(members)]
 
 

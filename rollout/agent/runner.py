@@ -16,10 +16,10 @@ from typing import Any
 
 from rollout.agent.chat import ChatFormat
 from rollout.agent.episode import PolicyClient
-from rollout.agent.episode_run import EpisodeRun
+from rollout.agent.episode_run import EpisodeRun, check_options
 from rollout.agent.errors import InvalidEpisode
 from rollout.agent.limits import EpisodeLimits
-from rollout.agent.option_values import check_count
+from rollout.agent.option_values import check_count, check_kind
 from rollout.agent.outcomes import EpisodeResult, EpisodeTask, PhaseTimeouts, calls_of
 from rollout.agent.standing import EpisodeStatus
 from rollout.agent.turn import TurnSampling
@@ -38,6 +38,7 @@ class Progress:
     seconds: float
 
 
+@checks_names(InvalidEpisode)
 async def run_episode(
     client: PolicyClient,
     task: EpisodeTask,
@@ -50,8 +51,11 @@ async def run_episode(
 ) -> EpisodeResult:
     """Run one episode to its end, whatever that is. Pass `format` and `info` to fetch them once for many.
 
-    Raises: what the client raises while `format` or `info` is fetched, TokenizerMismatch; afterwards nothing but cancellation.
+    Raises: InvalidEpisode, what the client raises while `format` or `info` is fetched, TokenizerMismatch; afterwards nothing but
+    cancellation.
     """
+    check_options(client, format=format, sampling=sampling, limits=limits, timeouts=timeouts)
+    check_kind("task", task, EpisodeTask)
     if info is None:
         info = await client.info()
     if format is None:
@@ -79,9 +83,12 @@ async def run_episodes(
 
     Tasks are drawn when a worker is free. The callbacks run in the event loop after each episode; an error in one ends the run.
     Cancelling the caller cancels every running request. Warns with `NoToolCalls` where tools were on offer and no call could be read.
-    Raises: as `run_episode`; InvalidEpisode.
+    Raises: as `run_episode`.
     """
+    check_options(client, format=format, sampling=sampling, limits=limits, timeouts=timeouts)
     check_count("concurrency", concurrency, 1)
+    for number, task in enumerate(tasks if isinstance(tasks, Sequence) else ()):
+        check_kind(f"tasks[{number}]", task, EpisodeTask)
     if info is None:
         info = await client.info()
     if format is None:
