@@ -18,7 +18,7 @@ import torch
 
 from trainer_bridge.errors import InvalidBatch, shown
 from trainer_bridge.option_names import OTHER_OPTIONS, checks_names
-from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.samples import SampleStatus, TrainingSample, as_samples
 from trainer_bridge.turns import is_count, is_finite, listed
 
 DEFAULT_DDOF = 1
@@ -113,8 +113,9 @@ def sample_advantages(samples: Sequence[TrainingSample], *, ddof: int = DEFAULT_
     """Return each sample's group advantage, float64 [len(samples)].
 
     Rows of one forked episode (same group and member) count once. Members that are not trainable count as failed.
-    Raises: InvalidBatch when rows of one member disagree about the reward.
+    Raises: InvalidBatch for what is no sample, and when rows of one member disagree about the reward.
     """
+    samples = as_samples("samples", samples, error=InvalidBatch)
     members: dict[tuple[Hashable, int], float | None] = {}
     for sample in samples:
         key = (sample.group_id, sample.member)
@@ -210,8 +211,8 @@ _PADDING = {"temperatures_ST": 1.0, "versions_ST": -1, "sequence_ST": -1}
 
 def _checked_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """Return samples as a list. Raises: InvalidBatch."""
-    given = listed(samples)
-    if not given or not all(isinstance(sample, TrainingSample) for sample in given):
+    given = as_samples("samples", samples, error=InvalidBatch)
+    if not given:
         raise InvalidBatch(
             f"samples is {shown(samples)}",
             field="samples",

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic
 
 from trainer_bridge.errors import GroupShortfall, InvalidState, RolloutShortfall, ServiceOutage, SourceClosed, VersionBehind
-from trainer_bridge.groups import GroupTask, P, RolloutGroup, check_members, derive_seed
+from trainer_bridge.groups import GroupTask, P, RolloutGroup, check_members, derive_seed, played_samples
 from trainer_bridge.options import SourceOptions, SourceStats
 from trainer_bridge.outage import OUTAGE_CODES, OutageWatch, outage_code
 from trainer_bridge.prompts import PromptQueue
@@ -202,7 +202,7 @@ class GroupFlight(Generic[P]):
 
     async def _play(self, task: GroupTask[P]) -> None:
         try:
-            samples = tuple(await self._run_group(task))
+            samples = tuple(await played_samples("run_group", self._run_group(task)))
             self._check_group(task, samples)
         except asyncio.CancelledError as error:
             if self._closed:

@@ -7,17 +7,17 @@ never by its place in a list.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from trainer_bridge.errors import InvalidOption, InvalidSample
 from trainer_bridge.option_names import checks_names
-from trainer_bridge.samples import SampleStatus, TrainingSample
+from trainer_bridge.samples import SampleStatus, TrainingSample, as_samples
 
 P = TypeVar("P")
-T = TypeVar("T")
 _MASK64 = 2**64 - 1
 
 
@@ -115,12 +115,23 @@ def each_member(
 
     async def run_group(task: GroupTask[P]) -> list[TrainingSample]:
         async with asyncio.TaskGroup() as members:
-            running = [members.create_task(_awaited(run_episode(task, member))) for member in range(task.group_size)]
-        results = (member.result() for member in running)
-        return [sample for result in results for sample in ([result] if isinstance(result, TrainingSample) else result)]
+            running = [members.create_task(played_samples("run_episode", run_episode(task, member))) for member in range(task.group_size)]
+        return [sample for member in running for sample in member.result()]
 
     return run_group
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+async def played_samples(name: str, returned: Any) -> list[TrainingSample]:
+    """Return the samples that a user's function, called `name`, has once its answer is awaited.
+
+    Raises: InvalidOption for a function that is not async, InvalidSample for an answer without samples; what the function raises.
+    """
+    if not inspect.isawaitable(returned):
+        raise InvalidOption(
+            f"{name} returned a {type(returned).__name__}, which cannot be awaited",
+            field=name,
+            value=type(returned).__name__,
+            limit="a function that plays is async",
+            remedy="write `async def`, and await run_episode(...) or run_group(...) in it",
+        )
+    return as_samples(name, await returned, what=f"what {name} returned")

@@ -9,13 +9,13 @@ exists is complete at every sampled place; a missing value is an error, never 0.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trainer_bridge.errors import InvalidSample, shown
+from trainer_bridge.errors import BridgeError, InvalidSample, shown
 from trainer_bridge.turns import RowLike, TurnSpan, is_count, is_finite, listed
 
 NO_VERSION = -1
@@ -420,3 +420,29 @@ def oldest_version(samples: Sequence[TrainingSample]) -> int | None:
     """Return the oldest version among the sampled tokens of all samples, None if there is none."""
     versions = [sample.oldest_version for sample in samples]
     return min((version for version in versions if version is not None), default=None)
+
+
+def as_samples(
+    field: str, given: Any, *, what: str | None = None, error: Callable[..., BridgeError] = InvalidSample
+) -> list[TrainingSample]:
+    """Return samples as a list, one alone as a list of one; `what` is what the refusal calls them. Raises: `error`."""
+    what = what or field
+    entries = [given] if isinstance(given, TrainingSample) else listed(given)
+    strange = given if entries is None else next((entry for entry in entries if not isinstance(entry, TrainingSample)), None)
+    if entries is not None and all(isinstance(entry, TrainingSample) for entry in entries):
+        return entries
+    if all(hasattr(strange, part) for part in ("status", "reward", "failure", "rows")):
+        remedy = "make samples with samples_of(result)"
+    elif all(hasattr(strange, part) for part in ("results", "kept")):
+        remedy = "make samples with samples_of_group(result)"
+    elif all(hasattr(strange, part) for part in ("samples", "prompt")):
+        remedy = "pass the samples of each group: [sample for group in groups for sample in group.samples]"
+    else:
+        remedy = "make them with samples_of(result); those of a source are in group.samples"
+    raise error(
+        f"{what} is {shown(given)}" if entries is None else f"{what} holds a {type(strange).__name__}",
+        field=field,
+        value=type(strange).__name__,
+        limit="a sequence of TrainingSample",
+        remedy=remedy,
+    )

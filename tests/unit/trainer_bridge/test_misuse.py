@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ import torch
 from tests.hostile_values import HOSTILE_VALUES, check_refusal
 from tests.unit.trainer_bridge.fakes import FakeWeightService, TinyNet, make_sample
 from trainer_bridge import (
+    GroupTask,
     InvalidBatch,
     InvalidOption,
     InvalidSample,
+    RolloutShortfall,
     RolloutSource,
     TrainingSample,
     TurnSpan,
@@ -335,3 +339,53 @@ def test_what_is_no_batch_episode_or_function_is_refused_by_name() -> None:
                 call(value)
             check_refusal(refusal.value, (name, number))
             assert refusal.value.field == name.split()[0] or name == "lora"
+
+
+EPISODE = SimpleNamespace(status="done", reward=1.0, failure=None, rows=())
+NOT_SAMPLES: tuple[tuple[Any, str], ...] = (
+    (EPISODE, r"make samples with samples_of\(result\)"),
+    ([EPISODE], r"make samples with samples_of\(result\)"),
+    ([make_sample(), EPISODE], r"make samples with samples_of\(result\)"),
+    (SimpleNamespace(results=(), kept=()), r"samples_of_group\(result\)"),
+    ([SimpleNamespace(samples=(), prompt=1)], r"group\.samples"),
+    (None, r"make them with samples_of\(result\)"),
+    ([None], r"make them with samples_of\(result\)"),
+    (5, r"make them with samples_of\(result\)"),
+)
+
+
+def _next(play: Any) -> None:
+    with RolloutSource(range(4), play, group_size=2, version=lambda: 0) as source:
+        source.next(1, timeout_s=20)
+
+
+@pytest.mark.parametrize(("given", "remedy"), NOT_SAMPLES)
+def test_what_is_no_sample_is_refused_with_what_makes_samples(given: Any, remedy: str) -> None:
+    for use in (collate, sample_advantages):
+        with pytest.raises(InvalidBatch, match=remedy) as refusal:
+            use(given)
+        check_refusal(refusal.value, remedy)
+        assert refusal.value.field == "samples"
+
+    async def play(task: Any, member: int = 0) -> Any:
+        return given
+
+    with pytest.raises(ExceptionGroup) as failures:
+        asyncio.run(each_member(play)(GroupTask(index=0, prompt=0, group_size=2, seed=0)))
+    assert failures.group_contains(InvalidSample, match=remedy)
+    for runner, name in ((each_member(play), "run_episode"), (play, "run_group")):
+        with pytest.raises(RolloutShortfall, match=f"what {name} returned .*{remedy}") as shortfall:
+            _next(runner)
+        assert set(shortfall.value.failures) == {"sample_invalid"}
+
+
+@pytest.mark.parametrize("returned", [None, [make_sample()], EPISODE])
+def test_a_function_that_plays_and_is_not_async_is_refused_by_its_name(returned: Any) -> None:
+    for runner, name in ((each_member(lambda task, member: returned), "run_episode"), (lambda task: returned, "run_group")):
+        with pytest.raises(RolloutShortfall, match=f"{name} returned a .* cannot be awaited; .*write `async def`") as shortfall:
+            _next(runner)
+        assert set(shortfall.value.failures) == {"option_invalid"}
+
+
+def test_no_samples_have_no_advantages() -> None:
+    assert sample_advantages([]).shape == (0,)
