@@ -25,7 +25,8 @@ from areno.sampling.variant import Variant
 T = TypeVar("T")
 _INT, _FLOAT, _COUNT = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<I")
 _ARRAY_HEAD = struct.Struct("<BB")
-_DTYPES = tuple(np.dtype(one) for one in (np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64, ROW_OP, PAGE_OP))
+_PLAIN = (np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64)
+_DTYPES: tuple[np.dtype[Any], ...] = (*map(np.dtype, _PLAIN), ROW_OP, PAGE_OP)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 

@@ -9,7 +9,7 @@ from rollout.agent.errors import AgentError, InvalidEpisode
 from rollout.errors import shown
 
 # What every episode calls; the other calls of `PolicyClient` are for some.
-CLIENT_CALLS = ("generate", "cancel")
+CLIENT_CALLS = ("generate",)
 
 
 def check_count(name: str, value: Any, least: int, *, error: Callable[..., AgentError] = InvalidEpisode) -> None:
