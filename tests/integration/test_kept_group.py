@@ -86,6 +86,7 @@ def nothing(push: WeightPush, client: Any) -> None:
     pass
 
 
+@pytest.mark.filterwarnings("ignore:version .* was pushed by another trainer")
 @pytest.mark.parametrize(
     ("meanwhile", "again"),
     [(nothing, 0), (refused, 1), (by_another_trainer, 1), (by_another_way, 1), (asleep, 1)],
