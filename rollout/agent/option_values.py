@@ -8,9 +8,6 @@ from typing import Any
 from rollout.agent.errors import AgentError, InvalidEpisode
 from rollout.errors import shown
 
-# What every episode calls; the other calls of `PolicyClient` are for some.
-CLIENT_CALLS = ("generate",)
-
 
 def check_count(name: str, value: Any, least: int, *, error: Callable[..., AgentError] = InvalidEpisode) -> None:
     """Refuse what is no integer of at least `least`. Raises: `error`."""
@@ -71,11 +68,12 @@ def check_environment_maker(make_environment: Any) -> None:
 
 def check_client(client: Any) -> None:
     """Refuse what an episode cannot talk through, a blocking client above all. Raises: InvalidEpisode."""
-    lacking = [name for name in CLIENT_CALLS if not callable(getattr(client, name, None))]
+    # What every episode calls; the other calls of `PolicyClient` are for some.
+    generates = callable(getattr(client, "generate", None))
     blocking = hasattr(client, "aio")
-    if lacking or blocking:
+    if blocking or not generates:
         raise InvalidEpisode(
-            f"client is a {type(client).__name__}" + (", which blocks" if blocking else f" without {', '.join(lacking)}"),
+            f"client is a {type(client).__name__}" + (", which blocks" if blocking else " without generate"),
             field="client",
             value=type(client).__name__,
             limit="an episode awaits its client's calls",

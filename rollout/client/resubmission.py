@@ -91,7 +91,6 @@ def ended_where_cut(record: StreamRecord, cut: Cut) -> Ending:
 class _Waiting:
     due: float
     record: StreamRecord
-    cut: Cut
 
 
 class NoRoomYet:
@@ -118,24 +117,22 @@ class NoRoomYet:
 
     def wait(self, record: StreamRecord, retry_after_s: float | None, now: float) -> bool:
         """Let a generation wait that found no room; False for one that nothing cut."""
-        cut = self._cuts.get(record.request_id)
-        if cut is None:
+        if record.request_id not in self._cuts:
             return False
         wait_s = min(MOST_WAIT_S, USUAL_WAIT_S if retry_after_s is None else retry_after_s)
-        self._waiting[record.request_id] = _Waiting(now + wait_s, record, cut)
+        self._waiting[record.request_id] = _Waiting(now + wait_s, record)
         return True
 
     def take(self, request_id: bytes) -> Cut | None:
         """Take a generation out; returns where it was cut, None if it does not wait."""
-        waiting = self._waiting.pop(request_id, None)
-        return None if waiting is None else waiting.cut
+        return None if self._waiting.pop(request_id, None) is None else self._cuts[request_id]
 
     def take_due(self, now: float) -> list[tuple[StreamRecord, Cut]]:
         """Take out what is to be sent again."""
         due = [one for one in self._waiting.values() if one.due <= now]
         for one in due:
             del self._waiting[one.record.request_id]
-        return [(one.record, one.cut) for one in due]
+        return [(one.record, self._cuts[one.record.request_id]) for one in due]
 
     @property
     def next_due(self) -> float:

@@ -194,18 +194,23 @@ def test_worker_and_transfer_serve_an_async_trainers_loop(push: WeightPush) -> N
     worker.stop()
 
 
+def assert_ends(worker: EpisodeWorker, match: str) -> None:
+    """Look at a worker's health until it tells what ended it, and stop it."""
+    deadline = time.monotonic() + 5
+    with pytest.raises(RolloutShortfall, match=match):
+        while time.monotonic() < deadline:
+            worker.check_health(30.0)
+            time.sleep(0.01)
+    worker.stop()
+
+
 def test_filtered_tokens_end_a_worker_whose_trainer_would_weigh_them_by_the_whole_distribution(push: WeightPush) -> None:
     async def member(task: GroupTask[int], number: int) -> TrainingSample:
         return make_sample(group_id=task.index, member=number, reward=float(number), filtered=number == 1)
 
     worker = EpisodeWorker(source_of(push, each_member(member)), push)
     worker.start()
-    deadline = time.monotonic() + 5
-    with pytest.raises(RolloutShortfall, match="sample without top_k, top_p and min_p"):
-        while time.monotonic() < deadline:
-            worker.check_health(30.0)
-            time.sleep(0.01)
-    worker.stop()
+    assert_ends(worker, "sample without top_k, top_p and min_p")
     assert all(row.advantage < 0 for row in list(worker.rollout_buffer.queue)), "only the member before it came"
 
 
@@ -220,12 +225,7 @@ def test_a_worker_tells_what_ended_it_or_that_nothing_comes_and_gives_lost_weigh
     worker = EpisodeWorker(source_of(push, broken, max_attempts=1), push)
     worker.start()
     worker.start()
-    deadline = time.monotonic() + 5
-    with pytest.raises(RolloutShortfall, match="the game is broken"):
-        while time.monotonic() < deadline:
-            worker.check_health(30.0)
-            time.sleep(0.01)
-    worker.stop()
+    assert_ends(worker, "the game is broken")
 
     async def endless(task: GroupTask[int]) -> list[TrainingSample]:
         await asyncio.sleep(60)

@@ -21,16 +21,27 @@ def memory_of(ranks: int, size: int, dtype: torch.dtype) -> tuple[list[torch.Ten
     return parts, [torch.zeros(2, ROWS, ranks, dtype=torch.int32) for _ in range(ranks)]
 
 
+def added_up(parts: list[torch.Tensor], turn: int, tokens: int) -> torch.Tensor:
+    """Return the sum of all parts in the order of the ranks, in fp32."""
+    total = torch.zeros(tokens, parts[0].shape[2])
+    for part in parts:
+        total += part[turn, :tokens].float()
+    return total
+
+
+def reference(start: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return residual and norm as one rank's kernel makes them of a sum that is there."""
+    expected, normed = start.clone(), torch.empty_like(start)
+    add_rms_norm(expected, total.to(start.dtype), weight, 1e-5, normed)
+    return expected, normed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("ranks", "size", "tokens", "turn"), [(2, 16, 6, 0), (2, 96, 3, 1), (4, 1024, 2, 0), (3, 40, 1, 1)])
 def test_all_ranks_have_the_bits_of_a_sum_in_their_order(ranks: int, size: int, tokens: int, turn: int, dtype: torch.dtype) -> None:
     parts, signals = memory_of(ranks, size, dtype)
     weight, start = torch.rand(size).to(dtype), torch.randn(tokens, size).to(dtype)
-    total = torch.zeros(tokens, size)
-    for part in parts:
-        total += part[turn, :tokens].float()
-    expected, normed = start.clone(), torch.empty_like(start)
-    add_rms_norm(expected, total.to(dtype), weight, 1e-5, normed)
+    expected, normed = reference(start, added_up(parts, turn, tokens), weight)
     for rank in range(ranks):
         for peer in range(ranks):
             signals[rank][turn, :tokens, peer] = int(peer != rank)
@@ -52,11 +63,8 @@ def test_shared_sums_are_added_once_and_handed_on(ranks: int, size: int, tokens:
     dtype = torch.float16
     parts, signals = memory_of(ranks, size, dtype)
     weight, start = torch.rand(size).to(dtype), torch.randn(tokens, size).to(dtype)
-    total = torch.zeros(tokens, size)
-    for part in parts:
-        total += part[turn, :tokens].float()
-    expected, normed = start.clone(), torch.empty_like(start)
-    add_rms_norm(expected, total.to(dtype), weight, 1e-5, normed)
+    total = added_up(parts, turn, tokens)
+    expected, normed = reference(start, total, weight)
     adder = torch.arange(tokens) % ranks
     other = 1 - turn
     kept = [part.clone() for part in parts]
